@@ -247,6 +247,21 @@ def policy(
     return Report("no model", options={"traces": traces or [], "share": share, "host_share": host_share})
 
 
+@_command("users", "rounds", "conversations")
+def adversarial(
+    model: Model = DEMO_MODEL,
+    users: Annotated[int, count("--users", "Users with a common prefix.")] = 50,
+    prefix_tokens: Annotated[int, count("--prefix-tokens", "Tokens of the common prefix.")] = 256,
+    rounds: Annotated[int, count("--rounds", "Rounds for each state of the disk, and turns of a conversation.")] = 2,
+    conversations: Annotated[int, count("--conversations", "Conversations that need three host tiers.")] = 60,
+) -> Report:
+    """Offload on a disk that is healthy, throttled, slower than computing, stalled and gone, beside the same engine
+    without offload: throughput and TTFT of users and one-shot prompts, and the time of conversations.
+    """
+    check_at_least({"prefix_tokens": (prefix_tokens, 16)})
+    return _served(model)
+
+
 @_command()
 def tier(
     directory: Annotated[Path, option("--directory", "DIR", "Directory of the file system to measure.")] = Path(),

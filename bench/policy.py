@@ -9,7 +9,9 @@ larger tier, whose policies are compared:
     evict   lru, fifo, s3fifo (Yang et al. 2023), arc (Megiddo and Modha 2003)
     write   through: every new block; second: a block that was computed before; evicted: a block that leaves host
             memory; returning: a block that leaves host memory, and was reused there, computed before, or part of a
-            request that reused a third of its prompt
+            request that reused a third of its prompt; reused: every new block until the tier is full, then the same
+            blocks as returning, but at once: when they are reused in host memory, or computed (what the disk does by
+            default)
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ Request = Sequence[int]
 
 _S3_SMALL = 0.1
 _REMEMBERED = 4  # keys of computed blocks that `second` remembers, for each block of the tier
-_WRITES = ("through", "second", "evicted", "returning")
+_WRITES = ("through", "second", "evicted", "returning", "reused")
 _RETURNING = 3  # a request returns if it reuses its prompt's length, divided by this
 
 
@@ -187,12 +189,20 @@ def measure(
         figures.append(
             Figure(f"{name}_most_reusable", _replayed(requests, "lru", "through", distinct, 2)[0], "of blocks")
         )
+        shares, writes = dict[tuple[str, str], float](), dict[tuple[str, str], int]()
         for evict, write in product(EVICTIONS, _WRITES):
             on_progress(f"{name}: {evict}, {write}")
             reused, written, read = _replayed(requests, evict, write, sizes[1], sizes[0])
+            shares[evict, write], writes[evict, write] = reused, written
             label = f"{name}_{evict}_{write}"
             figures.append(Figure(f"{label}_reused", reused, "of blocks"))
             figures.append(Figure(f"{label}_written_over_read", written / max(1, read), "blocks"))
+        ours, through = ("lru", "reused"), ("lru", "through")
+        figures += [
+            Figure(f"{name}_default_reused_over_lru", shares[ours] / max(1e-9, shares[through]), "ratio"),
+            Figure(f"{name}_default_reused_over_best", shares[ours] / max(1e-9, *shares.values()), "ratio"),
+            Figure(f"{name}_default_written_over_through", writes[ours] / max(1, writes[through]), "ratio"),
+        ]
     return figures
 
 
@@ -247,16 +257,20 @@ def _replayed(
         reused += hits
         tier.use(request[:hits])
         host.use(request[:hits])
-        stored = []
+        stored, free = [], capacity - written
         for at, key in enumerate(request):
             read += at < hits and key not in host
             if at < hits or key in computed or hits * _RETURNING > len(request):
                 proven.add(key)
+            if write == "reused" and at < hits and key in host:
+                stored.append(key)
             gone = host.add(key) if key not in host else None
             if gone is not None and (write == "evicted" or (write == "returning" and gone in proven)):
                 stored.append(gone)
             if at >= hits:
-                if write == "through" or (write == "second" and key in computed):
+                worth = hits * _RETURNING > len(request) or len(stored) < free
+                again = key in computed or (write == "reused" and worth)
+                if write == "through" or (write in ("second", "reused") and again):
                     stored.append(key)
                 if key not in computed:
                     computed.add(key)

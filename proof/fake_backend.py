@@ -205,6 +205,10 @@ class FakeBackend:
         found = [text for text, one in self.pinned.items() if name == one.name or text.encode() == bytes(prompt)]
         return len([self.pinned.pop(text) for text in found])
 
+    async def prefetch_prefix(self, prompt: Sequence[int], *, cache_salt: str = "") -> CachedPrefix:
+        """All of the prompt is in host memory."""
+        return CachedPrefix(bytes(prompt).hex(), len(prompt), {"host": len(prompt)})
+
     async def cached_prefixes(self, *, limit: int) -> Sequence[CachedPrefix]:
         """The pins."""
         return list(self.pinned.values())[:limit]

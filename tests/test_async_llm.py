@@ -326,6 +326,7 @@ def test_start_reports_progress_and_close_leaves_no_process(
         model.reset_prefix_cache,
         lambda: model.pin_prefix("hi", ttl_s=1),
         lambda: model.unpin_prefix("hi"),
+        lambda: model.prefetch_prefix("hi"),
         model.cached_prefixes,
         lambda: model.drop_prefix("hi"),
         model.pause,

@@ -556,6 +556,7 @@ def test_a_closed_model_raises_on_every_call(tmp_path: Path) -> None:
         closed.reset_prefix_cache,
         lambda: closed.pin_prefix("hi", ttl_s=1),
         lambda: closed.unpin_prefix("hi"),
+        lambda: closed.prefetch_prefix("hi"),
         closed.cached_prefixes,
         lambda: closed.drop_prefix("hi"),
         closed.pause,

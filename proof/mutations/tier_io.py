@@ -16,6 +16,9 @@ from proof.mutations.operators import (
 from proof.mutations.reasons import GIVES_UP, PLACE
 from proof.mutations.tables import Change, Equivalent, Exempt, Mutation
 
+_BALANCE = "it decides only whether a tier is read; tests/offload/test_costs.py covers it"
+_POLICY = "it decides only what a tier writes; tests/offload/test_write_policy.py covers it"
+
 MUTATIONS = (
     Mutation(
         name="forgotten-entries-are-deleted-at-close",
@@ -284,6 +287,12 @@ EXEMPT = (
         ("failure",),
         "the reason reported to a request, which looks its blocks up in any case",
     ),
+    Exempt("OffloadConnector.submit", ("begin",), _BALANCE),
+    Exempt("TierWaits.end", ("epoch", "ended"), _BALANCE),
+    Exempt("TierBalance._turn_up", ("clear",), _BALANCE),
+    Exempt("TierWrites.stored", ("add",), _POLICY),
+    Exempt("TierWrites.loads", ("epoch",), _POLICY),
+    Exempt("TierWrites.continue_rest", ("abandoned", "clear"), GIVES_UP),
     Exempt("TierIO.write", ("abandoned",), GIVES_UP),
     Exempt(
         "TierIO.write", ("reserve",), "without it there is no entry to write; rules above cover how long it is held"

@@ -22,7 +22,7 @@ from sidestream.ranks.fences import local_fence
 from sidestream.runner.step_inputs import GraphKey
 from sidestream.schedule.allocation import Reuse
 from sidestream.schedule.request import Request
-from sidestream_kv.config import OffloadConfig
+from sidestream_kv.config import WRITE_POLICIES, OffloadConfig
 from sidestream_kv.offload.loads import layers_per_group
 from sidestream_kv.types import BlockId, Fence
 from sidestream_order.checker import Checker
@@ -205,7 +205,11 @@ class Life:
 def _config(workload: Workload, model: ScriptedModel) -> EngineConfig:
     size = model.layout.block_bytes
     offload = (
-        OffloadConfig(host=workload.slots * size * workload.ranks, load_deadline_s=LOAD_DEADLINE_S)
+        OffloadConfig(
+            host=workload.slots * size * workload.ranks,
+            load_deadline_s=LOAD_DEADLINE_S,
+            write_policy=WRITE_POLICIES[workload.slots % 4 == 3],
+        )
         if workload.slots
         else None
     )

@@ -154,6 +154,13 @@ class LLM:
         query = PrefixQuery(name=name) if name else PrefixQuery.of(ids_of(prompt, self.tokenizer), cache_salt)
         return len(self._on_prefix("unpin_prefix", query))
 
+    def prefetch_prefix(self, prompt: Prompt, *, cache_salt: str = "") -> CachedPrefix:
+        """Begin to read the KV of a prefix from the persistent tiers into host memory, as much as half of it holds, so
+        that the next request with this prefix need not wait for them. Returns at once: what is cached, by tier.
+        """
+        query = PrefixQuery.of(ids_of(prompt, self.tokenizer), cache_salt)
+        return (self._on_prefix("prefetch_prefix", query))[0]
+
     def cached_prefixes(self, *, limit: int = 20) -> Sequence[CachedPrefix]:
         """The pinned prefixes, and those with which at least two of the remembered requests began, the most used ones
         first; of both, at most `limit`.

@@ -51,12 +51,15 @@ def test_only_leading_blocks_are_reused_and_reads_are_those_behind_host_memory()
     assert _replayed(requests, "lru", "through", 100, 2) == (4 / 11, 6, 4)
 
 
-@pytest.mark.parametrize(("write", "written"), [("through", 9), ("second", 3), ("evicted", 10), ("returning", 3)])
-def test_each_way_to_write_writes_its_own_blocks(write: str, written: int) -> None:
+@pytest.mark.parametrize(
+    ("write", "capacity", "written"),
+    [("through", 100, 9), ("second", 100, 3), ("evicted", 100, 10), ("returning", 100, 3), ("reused", 4, 4)],
+)
+def test_each_way_to_write_writes_its_own_blocks(write: str, capacity: int, written: int) -> None:
     requests = [(1, 2, 3), (4, 5, 6), (1, 2, 3), (7, 8, 9), (10, 11), (12, 13)]
     if write == "through":
         requests = requests[:4]
-    assert _replayed(requests, "lru", write, 100, 3)[1] == written
+    assert _replayed(requests, "lru", write, capacity, 3)[1] == written
 
 
 def test_a_trace_that_is_none_is_refused_with_its_path(tmp_path: Path) -> None:

@@ -59,6 +59,8 @@ def test_the_old_name_of_an_option_gives_its_new_name(run: Run, old: str, new: s
         (["--offload-disk", "kv", "--offload-host", "0"], "goes through host memory: give --offload-host a size"),
         (["--threads", "0"], "--threads is 0: it must be a whole number of 1 or more"),
         (["--offload-disk-capacity", "1GiB"], "--offload-disk-capacity is 1GiB, but nothing is kept on disk"),
+        (["--offload-write-policy", "all"], "--offload-write-policy is all, but nothing is kept on disk"),
+        (["--offload-disk", "kv", "--offload-write-policy", "most"], "--offload-write-policy is 'most': give all or"),
         (["--load-deadline", "3"], "--load-deadline is 3, but offload is off"),
         (["--offload-host", "1GiB", "--load-deadline", "nan"], "--load-deadline is nan: give a positive number"),
         (["--temperature", "nan"], "--temperature is nan: it must be a number in [0.0, 100.0]"),

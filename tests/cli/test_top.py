@@ -237,3 +237,10 @@ def test_values_are_shown_with_units_of_their_size() -> None:
         "3.2 s",
     ]
     assert [size_of(value) for value in (0, 1500, 20 << 20, 3 << 30)] == ["0 B", "1.5 KiB", "20 MiB", "3.0 GiB"]
+
+
+def test_a_tier_shows_what_its_loads_saved_and_lost_and_that_it_is_turned_down() -> None:
+    disk = {"blocks": 7, "bytes": 0, "room_bytes": None, "works": True}
+    disk |= {"saved_s": 12.0, "lost_s": 1.5, "turned_down": True}
+    shown = picture(SAMPLES[0] | {"tiers": {"disk": disk}}, width=140)
+    assert "7 blocks; turned down; saved 12.0 s, lost 1.5 s" in shown

@@ -122,6 +122,7 @@ class Rig:
         tokenizer: Any = None,
         load_deadline_s: float = 10.0,
         always_load: bool = True,
+        write_policy: str = "all",
         proposer: Proposer | None = None,
         grammars: Any = None,
         **options: Any,
@@ -129,7 +130,8 @@ class Rig:
         self.model = model or ToyModel()
         self.tokenizer = tokenizer or ToyTokenizer()
         layout = self.model.layout
-        offload = OffloadConfig(host=slots * layout.block_bytes, load_deadline_s=load_deadline_s) if slots else None
+        host = slots * layout.block_bytes
+        offload = OffloadConfig(host, load_deadline_s=load_deadline_s, write_policy=write_policy) if slots else None
         self.disk: FaultyTier | None = None
         if disk is not None:
             capacity = disk_blocks * entry_bytes(layout)

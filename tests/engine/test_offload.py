@@ -114,8 +114,33 @@ def test_the_last_blocks_of_an_answer_are_stored_without_a_further_step(tmp_path
         assert rig.ask([*whole, 1]).cached.disk == 40
 
 
-def test_an_engine_restarted_on_its_directory_reuses_blocks_on_disk(tmp_path: Path) -> None:
-    with serving(slots=24, disk=tmp_path) as rig:
+def test_a_disk_gets_reused_blocks_while_serving_and_the_others_by_a_flush(tmp_path: Path) -> None:
+    with serving(slots=48, disk=tmp_path, disk_blocks=16, write_policy="reused") as rig:
+        transfers, (old, once, again) = rig.engine.parts.transfers, prompts(7, 3, longest=30)
+        assert transfers is not None
+        assert rig.disk is not None
+
+        def on_disk(prompt: list[int]) -> int:
+            rig.turn_until(lambda: not transfers.has_work)
+            assert rig.disk is not None
+            return rig.disk.index.lookup(rig.engine.parts.scheduler.keys_of(prompt))
+
+        while len(rig.disk.index) < 16:
+            rig.ask(old, 30)
+            old = [old[0] + 1, *old]
+            on_disk(old)
+        for prompt in (once, again):
+            rig.ask(prompt)
+        assert (on_disk(once), on_disk(again)) == (0, 0)
+        rig.ask([*again, 5, 6, 7, 8, 9])
+        assert (on_disk(once), on_disk(again)) == (0, len(again) // 4)
+        rig.settle()
+        assert on_disk(once) == len(once) // 4
+
+
+@pytest.mark.parametrize("write_policy", ["all", "reused"])
+def test_an_engine_restarted_on_its_directory_reuses_blocks_on_disk(tmp_path: Path, write_policy: str) -> None:
+    with serving(slots=24, disk=tmp_path, write_policy=write_policy) as rig:
         before = rig.ask(PROMPT).token_ids()
     with serving(slots=24, disk=tmp_path) as rig:
         reply = rig.ask(PROMPT)

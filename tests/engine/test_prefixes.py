@@ -140,6 +140,31 @@ def test_a_dropped_prefix_is_computed_again_and_the_counts_are_true(tmp_path: Pa
             operate(rig, "drop_prefix", PROMPT, tier="tape")
 
 
+def test_a_prefetched_prefix_comes_from_host_memory(tmp_path: Path) -> None:
+    with serving(slots=24, disk=tmp_path) as rig:
+        rig.ask(PROMPT)
+        rig.settle()
+        rig.forget_device()
+        rig.forget_host()
+        (cached,) = operate(rig, "prefetch_prefix", PROMPT)
+        num_blocks = len(PROMPT) // rig.engine.parts.layout.block_tokens
+        assert cached.tiers == {"device": 0, "host": 0, "disk": num_blocks}
+        rig.settle()
+        reply = rig.ask(PROMPT)
+        assert reply.cached.host > 0 and reply.cached.disk == 0
+        assert operate(rig, "prefetch_prefix", [1, *PROMPT])[0].tokens == 0
+
+
+def test_a_prefetch_reads_no_more_blocks_than_half_of_host_memory_holds(tmp_path: Path) -> None:
+    with serving(slots=8, disk=tmp_path) as rig:
+        rig.ask(PROMPT)
+        rig.settle()
+        rig.forget_host()
+        operate(rig, "prefetch_prefix", PROMPT)
+        rig.settle()
+        assert rig.counted("transfers_total", "disk-read", "done") == 4
+
+
 def test_blocks_that_only_the_device_holds_are_stored_when_they_are_pinned() -> None:
     with serving(slots=24) as rig:
         rig.ask(PROMPT)

@@ -4,8 +4,10 @@ import pytest
 from transfer_rig import DEADLINE_S, LAYOUT, Clock, Rig, keys
 
 from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.metrics import Metrics
 from sidestream_kv.offload.loads import _STALE_S as STALE_S
-from sidestream_kv.offload.loads import CostModel
+from sidestream_kv.offload.loads import CostModel, TierBalance
+from sidestream_kv.offload.tickets import Promoted
 
 BLOCK = LAYOUT.block_bytes
 LONG_S = 1e6  # in this time, every tier of these tests moves so many bytes that they tell the bandwidth
@@ -232,3 +234,101 @@ def test_transfers_update_the_cost_model(disk_rig: Rig) -> None:
         costs.load_seconds({"disk": 1}, num_loaded=1),
     )
     assert all(one != other for one, other in zip(before, after, strict=True))
+
+
+# ------------------------------------------------------------------ tiers that lose
+
+
+def after(balance: TierBalance, *taken: float, begun_s: float = 0.0, good: bool = True) -> None:
+    """Loads that took so long; computing would have taken 1 s each."""
+    for seconds in taken:
+        balance.began()
+        balance.ended(begun_s, begun_s + seconds, expected_s=0.1, compute_s=1.0, good=good)
+
+
+def test_a_tier_whose_last_loads_lost_time_is_turned_down_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = Metrics()
+    balance = TierBalance("disk", metrics)
+    after(balance, *[0.2] * 20, *[1.9] * 3)
+    assert balance.allows(2.0)
+    after(balance, 1.9, 1.9)  # 4 of the last 8 saved 0.8 s each, the others lost 0.9 s
+    assert not balance.allows(2.0)
+    assert [record.message for record in caplog.records] == [
+        "the disk tier loses time: its last 8 loads took 0.40 s longer than computing their tokens; requests compute "
+        "until an attempt, once in 1 to 60 s, is faster again"
+    ]
+    assert metrics.value("tier_turned_down", "disk") == 1
+    assert metrics.value("tier_loads_total", "disk", "useful") == 20
+    assert metrics.value("tier_loads_total", "disk", "wasted") == 5
+    assert metrics.value("tier_saved_seconds_total", "disk") == pytest.approx(16.0)
+    assert metrics.value("tier_lost_seconds_total", "disk") == pytest.approx(4.5)
+    assert metrics.value("tier_wait_seconds_total", "disk") == pytest.approx(4 + 5 * 1.9)
+    assert metrics.value("tier_expected_seconds_total", "disk") == pytest.approx(2.5)
+
+
+def test_a_tier_that_is_turned_down_is_tried_by_one_request_at_a_time_and_rarely() -> None:
+    balance = TierBalance("disk", Metrics())
+    after(balance, *[0.3] * 4, begun_s=9.0, good=False)  # a failed load has lost its time
+    assert not balance.allows(10.2)
+    assert balance.allows(10.4)  # 1 s after the last of them
+    balance.began()
+    assert not balance.allows(10.5)
+    balance.ended(10.4, 11.9, expected_s=0.1, compute_s=1.0, good=True)
+    assert not balance.allows(13.8)
+    assert balance.allows(14.0)  # 2 s after the failed attempt
+    for _ in range(9):
+        after(balance, 5.0, begun_s=100.0)
+    assert not balance.allows(164.9)
+    assert balance.allows(165.1)
+    after(balance, 0.5, begun_s=170.0)
+    assert balance.allows(170.5)
+
+
+def test_loads_that_began_before_a_tier_was_turned_down_do_not_lengthen_the_pause() -> None:
+    balance = TierBalance("disk", Metrics())
+    for _ in range(12):
+        balance.began()
+    for _ in range(12):
+        balance.ended(0.0, 2.0, expected_s=0.1, compute_s=1.0, good=True)
+    assert balance.allows(3.1)
+
+
+def test_a_load_counts_for_nothing_until_a_prefill_was_measured() -> None:
+    balance = TierBalance("disk", Metrics())
+    balance.began()
+    balance.ended(0.0, 50.0, expected_s=0.1, compute_s=float("inf"), good=False)
+    assert balance.allows(50.0)
+
+
+@pytest.mark.parametrize(
+    ("block_s", "read_s", "patience_s"),
+    [(0.021, 1e-9, 0.042), (1.0, 1e-9, 0.1), (1.0, 0.05, 0.8), (1.0, 0.4, 2.0)],
+    ids=["computing is soon done", "the least", "eight times as long as expected", "as long as computing"],
+)
+def test_a_request_waits_for_a_stalled_disk_no_longer_than_computing_takes(
+    disk_rig: Rig, block_s: float, read_s: float, patience_s: float
+) -> None:
+    wanted = keys("a", "b")
+    disk_rig.on_disk_only(wanted)
+    for _ in range(5):
+        disk_rig.costs.saw_transfer("disk", BLOCK, read_s)
+    disk_rig.costs.saw_prefill(LAYOUT.block_tokens, block_s)
+    assert disk_rig.transfers.worth_loading(["disk", "disk"])
+    with disk_rig.hold("disk-read-0"), disk_rig.hold("disk-read-1"):
+        for request_id in range(4):
+            disk_rig.promote(wanted, request_id=request_id)
+            disk_rig.clock.now_s += patience_s - 0.01
+            assert disk_rig.poll() == []
+            disk_rig.clock.now_s += 0.02
+            assert disk_rig.poll() == [Promoted(request_id, 0, False, "deadline")]
+    assert not disk_rig.transfers.worth_loading(["disk", "disk"])
+    assert disk_rig.transfers.worth_loading(["host", "host"])
+    assert disk_rig.transfers.tier_faults == ["disk: turned down, its loads lost time"]
+    disk_rig.finish("disk-read-0", "disk-read-1")
+    disk_rig.host.pool.forget_all()
+    disk_rig.clock.now_s += 1.0
+    assert disk_rig.transfers.worth_loading(["disk", "disk"])
+    disk_rig.promote(wanted, request_id=9)
+    assert not disk_rig.transfers.worth_loading(["disk", "disk"])  # one attempt at a time
+    assert disk_rig.finish("disk-read-0", "disk-read-1") == [Promoted(9, 0, True, "done")]
+    assert disk_rig.transfers.worth_loading(["disk", "disk"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,7 @@ class Rig:
         ready_slots: int | None = None,
         disk_blocks: int = 64,
         self_check: float = 0.0,
+        write_policies: Mapping[str, str] | None = None,
     ) -> None:
         """`ready_slots` of the host tier can be used at first; None: all."""
         self.device = CpuDevice(compute_threads=1)
@@ -139,6 +140,7 @@ class Rig:
             metrics=self.metrics,
             load_deadline_s=DEADLINE_S,
             self_check=self_check,
+            write_policies=write_policies,
         )
         self.ready: list[tuple[int, int]] = []
         self._holds: list[Hold] = []
@@ -246,15 +248,16 @@ class Rig:
         *after: Fence,
         prefix: Sequence[Key] = (),
         superseded: Sequence[Key] = (),
+        returning: Sequence[Key] = (),
     ) -> None:
-        plan = StorePlan(tuple(wanted), tuple(block_ids), after, tuple(prefix), tuple(superseded))
+        plan = StorePlan(tuple(wanted), tuple(block_ids), after, tuple(prefix), tuple(superseded), frozenset(returning))
         self.transfers.submit([plan])
 
-    def stored(self, wanted: Sequence[Key], *, prefix: Sequence[Key] = (), superseded: Sequence[Key] = ()) -> None:
+    def stored(self, wanted: Sequence[Key], **kept: Sequence[Key]) -> None:
         """Compute the keys' blocks, store them, and let the blocks go. With a disk, its writes are done too."""
         lease = self.blocks.take(len(wanted))
         fence = self.fill(lease.ids, wanted)
-        self.store(wanted, lease.ids, fence, prefix=prefix, superseded=superseded)
+        self.store(wanted, lease.ids, fence, **kept)
         self.finish("compute", "store")
         self.let_go(lease)
         if self.disk is not None:

@@ -216,6 +216,24 @@ def test_blocks_loaded_from_a_tier_are_not_stored_again() -> None:
     assert not set(keys[:4]) & {key for store in world.stored for key in store.keys}
 
 
+@pytest.mark.parametrize(("tokens", "returns"), [(22, True), (38, False)])
+def test_a_store_names_found_blocks_and_all_of_a_request_that_found_a_third(tokens: int, returns: bool) -> None:
+    world = World(num_blocks=48, limits=small_limits(token_budget=20))
+    world.submit(prompt(10))
+    world.run()
+    assert not any(store.returning for store in world.stored)
+    before = len(world.stored)
+    request = world.submit(prompt(tokens))
+    world.run()
+    keys = world.keys_of(request)
+    assert request.cached == CachedTokens(device=8)
+    stores = world.stored[before:]
+    assert frozenset(keys[:2]) <= stores[0].returning
+    assert all(store.returning == frozenset(store.keys) for store in stores[1:]) is returns
+    assert all(store.returning >= frozenset(store.keys) for store in stores) is returns
+    assert all(keys[0] not in store.returning for store in stores[1:])  # named once
+
+
 def test_blocks_of_a_request_with_non_finite_logits_are_not_published() -> None:
     world = World()
     request = world.submit(prompt(18))

@@ -290,9 +290,15 @@ def test_the_newest_checkpoint_is_stored_when_its_request_ends() -> None:
     assert latest is not None
     plan, lease = latest
     assert plan.keys == tuple(part_keys(turns.key([*range(10), *[1] * 10]), 2))
+    assert not plan.returning
     assert not turns.states.is_cached(lease.ids[0])
     lease.release()
     assert turns.scheduler.store_latest_states() is None
+    turns.answer([*range(10), *[1] * 12, *range(20, 30)], outputs=12)
+    latest = turns.scheduler.store_latest_states()
+    assert latest is not None
+    assert latest[0].returning == frozenset(latest[0].keys)  # it continued an earlier turn
+    latest[1].release()
 
 
 def superseded(turns: Turns) -> list[bytes]:

@@ -10,7 +10,7 @@ import pytest
 from .serving import HI, Served, serving
 
 ADMIN = {"authorization": "Bearer admin"}
-PATHS = ("/v1/cache/pin", "/v1/cache/unpin", "/v1/cache/drop")
+PATHS = ("/v1/cache/pin", "/v1/cache/unpin", "/v1/cache/prefetch", "/v1/cache/drop")
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def _post(served: Served, path: str, **fields: Any) -> Any:
 def test_only_the_admin_key_opens_them() -> None:
     with serving(api_key="user", admin_key="admin") as served:
         codes = [served.http.post(path, json={"prompt": "hi", "ttl_s": 1}).status_code for path in PATHS]
-        assert codes == [401] * 3 and served.http.get("/v1/cache/prefixes").status_code == 401
+        assert codes == [401] * 4 and served.http.get("/v1/cache/prefixes").status_code == 401
     with serving(api_key="user") as served:
         reply = served.http.post("/v1/cache/pin", json={"prompt": "hi", "ttl_s": 1})
         assert (reply.status_code, reply.json()["error"]["code"]) == (403, "operations_off")
@@ -58,6 +58,11 @@ def test_a_prefix_is_a_text_token_ids_or_a_conversation(served: Served) -> None:
     _post(served, "pin", ttl_s=1, messages=HI, add_generation_prompt=True)
     assert list(served.backend.pinned)[-1] == "user: hi\nassistant: "
     assert _post(served, "unpin", tokens=[104, 105]).json() == {"unpinned": 1}
+
+
+def test_a_prefetch_tells_how_much_is_cached_in_which_tier(served: Served) -> None:
+    cached = {"prompt_tokens": 5, "tokens": 5, "blocks_by_tier": {"host": 5}}
+    assert _post(served, "prefetch", prompt="hello", cache_salt="a").json() == cached
 
 
 def test_a_drop_tells_the_blocks_of_each_tier(served: Served) -> None:

@@ -79,6 +79,9 @@ def test_a_sample_has_requests_tiers_and_what_was_saved() -> None:
     put("tier_ready_bytes", 9000, "host")
     put("tier_blocks", 7, "disk")
     put("tier_works", 0, "disk")
+    put("tier_turned_down", 1, "disk")
+    count("tier_saved_seconds_total", 3, "disk")
+    count("tier_lost_seconds_total", 0.5, "disk")
     count("transfer_bytes_total", 640, "load")
     count("transfers_total", 4, "load", "done")
     with serving(backend, replica="r1") as served, watching(served) as samples:
@@ -87,8 +90,10 @@ def test_a_sample_has_requests_tiers_and_what_was_saved() -> None:
     assert sample["requests"] == {"running": 3, "waiting": 1, "ended": {"stop": 2}, "preempted": 0}
     assert sample["tokens"]["cached"] == {"host": 64, "device": 36}
     assert sample["saved"] == {"tokens": 100, "bytes": 100_000, "seconds": 0.4}
-    assert sample["tiers"]["host"] == {"blocks": 5, "bytes": 5000, "room_bytes": 9000, "works": None}
-    assert sample["tiers"]["disk"] == {"blocks": 7, "bytes": 0, "room_bytes": None, "works": False}
+    unknown = {"saved_s": None, "lost_s": None, "turned_down": False}
+    assert sample["tiers"]["host"] == {"blocks": 5, "bytes": 5000, "room_bytes": 9000, "works": None} | unknown
+    loads = {"saved_s": 3, "lost_s": 0.5, "turned_down": True}
+    assert sample["tiers"]["disk"] == {"blocks": 7, "bytes": 0, "room_bytes": None, "works": False} | loads
     assert sample["transfers"] == {"load": {"bytes": 640, "done": 4}}
 
 

@@ -29,7 +29,7 @@ from sidestream.config import (
     SpeculativeConfig,
 )
 from sidestream.errors import ConfigError
-from sidestream_kv.config import OffloadConfig
+from sidestream_kv.config import WRITE_POLICIES, OffloadConfig
 
 DEMO_MODEL = "smollm2-135m-instruct"
 """The default model of all commands: a name that `sidestream models` lists."""
@@ -264,6 +264,15 @@ _OffloadDiskCapacity = Annotated[
     str | None,
     _offload("--offload-disk-capacity", "Maximum size of the directory.", "SIZE", str(_OFFLOAD.disk_capacity)),
 ]
+_OffloadWritePolicy = Annotated[
+    str | None,
+    _offload(
+        "--offload-write-policy",
+        "Which blocks the disk writes while the engine serves; reused: those that were reused, the rest at the end.",
+        "|".join(WRITE_POLICIES),
+        "reused",
+    ),
+]
 _LoadDeadline = Annotated[
     float | None,
     _offload(
@@ -305,6 +314,7 @@ def engine_config(
     offload_host: _OffloadHost = None,
     offload_disk: _OffloadDisk = None,
     offload_disk_capacity: _OffloadDiskCapacity = None,
+    offload_write_policy: _OffloadWritePolicy = None,
     load_deadline: _LoadDeadline = None,
     watchdog_timeout: _WatchdogTimeout = _ENGINE.watchdog_timeout_s,
 ) -> EngineConfig:
@@ -331,7 +341,7 @@ def engine_config(
         watchdog_timeout_s=watchdog_timeout,
         speculative=_speculative_config(speculative, max_drafts, max_draft_slowdown, draft_head, draft_model),
         generation_config=generation_config,
-        offload=_offload_config(offload_host, offload_disk, offload_disk_capacity, load_deadline),
+        offload=_offload_config(offload_host, offload_disk, offload_disk_capacity, load_deadline, offload_write_policy),
     )
 
 
@@ -367,12 +377,15 @@ def _speculative_config(
 
 
 def _offload_config(
-    host: str | None, disk: Path | None, disk_capacity: str | None, load_deadline_s: float | None
+    host: str | None,
+    disk: Path | None,
+    disk_capacity: str | None,
+    load_deadline_s: float | None,
+    write_policy: str | None,
 ) -> OffloadConfig | None:
-    if disk_capacity is not None and disk is None:
-        raise ConfigError(
-            f"--offload-disk-capacity is {disk_capacity}, but nothing is kept on disk: give --offload-disk DIR too"
-        )
+    for name, value in (("disk-capacity", disk_capacity), ("write-policy", write_policy)):
+        if value is not None and disk is None:
+            raise ConfigError(f"--offload-{name} is {value}, but nothing is kept on disk: give --offload-disk DIR too")
     if host is None and disk is None:
         if load_deadline_s is not None:
             raise ConfigError(
@@ -385,6 +398,7 @@ def _offload_config(
         disk=disk,
         disk_capacity=_OFFLOAD.disk_capacity if disk_capacity is None else disk_capacity,
         load_deadline_s=_OFFLOAD.load_deadline_s if load_deadline_s is None else load_deadline_s,
+        write_policy=write_policy,
     )
 
 

@@ -118,7 +118,11 @@ class Screen:
         found = [("device", held, device["bytes"], f"{used:.0f} used, {cached:.0f} cached")]
         for name, tier in self._sample["tiers"].items():
             failed = "; the last write failed" if tier["works"] is False else ""
-            found.append((name, tier["bytes"], tier["room_bytes"], f"{tier['blocks']:.0f} blocks{failed}"))
+            down = "; turned down" if tier.get("turned_down") else ""
+            gain = f"; saved {seconds(saved_s)}" if (saved_s := tier.get("saved_s")) is not None else ""
+            gain += f", lost {seconds(lost_s)}" if (lost_s := tier.get("lost_s")) else ""
+            about = f"{tier['blocks']:.0f} blocks{failed}{down}{gain}"
+            found.append((name, tier["bytes"], tier["room_bytes"], about))
         for name, num_bytes, room, contents in found:
             filled = round(cells * num_bytes / room) if room else 0
             colour = _TIER_COLOURS.get(name, _OTHER)

@@ -302,6 +302,13 @@ class FrontEnd:
         )
         return len(await self._on_prefix("unpin_prefix", query))
 
+    async def prefetch_prefix(self, prompt: Prompt, *, cache_salt: str = "") -> CachedPrefix:
+        """Begin to read the KV of a prefix from the persistent tiers into host memory, as much as half of it holds, so
+        that the next request with this prefix need not wait for them. Returns at once: what is cached, by tier.
+        """
+        query = PrefixQuery.of(await asyncio.to_thread(ids_of, prompt, self.tokenizer), cache_salt)
+        return (await self._on_prefix("prefetch_prefix", query))[0]
+
     async def cached_prefixes(self, *, limit: int = 20) -> Sequence[CachedPrefix]:
         """The pinned prefixes, and those with which at least two of the remembered requests began, the most used ones
         first; of both, at most `limit`.

@@ -40,7 +40,7 @@ from sidestream_kv.metrics import Metrics, Timeline
 from sidestream_kv.offload.connector import OffloadConnector
 from sidestream_kv.offload.loads import CostModel
 from sidestream_kv.offload.tiers.base import PersistentTier
-from sidestream_kv.offload.tiers.stack import BlockMemory
+from sidestream_kv.offload.tiers.stack import BlockMemory, write_policies
 from sidestream_kv.types import HOST, Tracer
 
 logger = logging.getLogger(__name__)
@@ -216,6 +216,7 @@ def _build_transfers(
         states=None if plan.region is None else plan.region.layout,
         notify=inbox.bell.ring,
         self_check=plan.config.self_check,
+        write_policies=write_policies(plan.config.offload),
     )
 
 

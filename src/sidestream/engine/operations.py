@@ -77,14 +77,17 @@ class Operations:
         return {}
 
     def flush(self, *, timeout_s: float) -> Flushed:
-        """Block until no transfer is in flight: then all complete blocks are in the tiers. After `timeout_s`, the
-        result says what is left. Raises CallTimeout if the engine thread hangs.
+        """Write all blocks in host memory to the persistent tiers, and block until no transfer is in flight: then all
+        complete blocks are in the tiers. After `timeout_s`, the result says what is left. Raises CallTimeout if the
+        engine thread hangs.
         """
         transfers, device = self._parts.transfers, self._parts.device
         left: dict[str, int] = {}
         if transfers is None:
             return Flushed(left)
         until_s = device.now() + timeout_s
+
+        self._call(transfers.write_rest, timeout_s=timeout_s)
 
         def look() -> None:
             nonlocal left

@@ -1,4 +1,4 @@
-"""Operations on prefixes in the KV cache: pin them, end their pins, list them, and drop them. Any thread except the
+"""Operations on prefixes in the KV cache: pin them, end their pins, prefetch, list and drop them. Any thread except the
 engine thread may call them.
 
 Pins hold in host memory and in the persistent tiers, from which a block comes back to the device; they hold on the
@@ -71,13 +71,15 @@ class Prefixes:
             self._of_states = states.pins = Pins(clock=clock, size=lambda: states.size)
 
     def run(self, operation: str, query: PrefixQuery, *, timeout_s: float) -> Sequence[CachedPrefix]:
-        """Carry out `pin_prefix`, `unpin_prefix`, `cached_prefixes` or `drop_prefix`; see these methods of `LLM`.
-        Returns the prefixes of which it tells: the one that was pinned or dropped, those whose pin ended, the listed
-        ones. Raises RequestRejected, CallTimeout and EngineStopped.
+        """Carry out `pin_prefix`, `unpin_prefix`, `prefetch_prefix`, `cached_prefixes` or `drop_prefix`; see these
+        methods of `LLM`. Returns the prefixes of which it tells: the one that was pinned, read or dropped, those whose
+        pin ended, the listed ones. Raises RequestRejected, CallTimeout and EngineStopped.
         """
         match operation:
             case "pin_prefix":
                 return [self._pin(query, timeout_s)]
+            case "prefetch_prefix":
+                return [self._prefetch(query, timeout_s)]
             case "unpin_prefix":
                 return self._unpin(query)
             case "cached_prefixes":
@@ -130,6 +132,19 @@ class Prefixes:
             host = parts.tiers.host.pool
             self._store_again([key for key in found if host.get(key) is None])
         return self._prefix(name, found, ttl_s=ttl_s if any(held) else None, hint=hint)
+
+    def _prefetch(self, query: PrefixQuery, timeout_s: float) -> CachedPrefix:
+        keys, cached = self._keys(query), list[CachedPrefix]()
+
+        def prefetch() -> None:
+            parts = self._parts
+            found, state_parts = parts.scheduler.reach(keys)
+            cached.append(self._prefix(found[-1], found) if found else CachedPrefix("", 0, {}))
+            if parts.transfers is not None and found:
+                parts.transfers.prefetch([*state_parts, *found])
+
+        self._call(prefetch, timeout_s=timeout_s)
+        return cached[0]
 
     def _unpin(self, query: PrefixQuery) -> list[CachedPrefix]:
         pinned = self._pinned()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -191,7 +191,7 @@ def _compressed_formats(config: Mapping[str, Any]) -> tuple[Format, ...]:
             _check_bits("compressed-tensors", bits, (2, 4, 8))
             formats.append(_packed_integers(bits))
         elif name in ("float-quantized", "int-quantized", "naive-quantized") and bits == 8:
-            formats.append(replace(_EIGHT_BITS, weight_only=not group.get("input_activations")))
+            formats.append(_EIGHT_BITS if group.get("input_activations") else _EIGHT_BITS_WEIGHT_ONLY)
         elif name == "nvfp4-pack-quantized":
             formats.append(_NVFP4_COMPRESSED)
         elif name == "mxfp4-pack-quantized":
@@ -228,7 +228,7 @@ def scaled(values: Tensor, scale: Tensor, block: tuple[int, int] = (1, 1)) -> Te
     return values * scale
 
 
-def _eight_bits(scale: str, block: tuple[int, int] = (1, 1)) -> Format:
+def _eight_bits(scale: str, block: tuple[int, int] = (1, 1), *, weight_only: bool = False) -> Format:
     return Format(
         main=".weight",
         dtypes=frozenset({"F8_E4M3", "F8_E5M2", "I8"}),
@@ -236,6 +236,7 @@ def _eight_bits(scale: str, block: tuple[int, int] = (1, 1)) -> Format:
         optional=(".weight_zero_point",),
         values=lambda parts: scaled(_less_zero_point(parts), parts[scale], block),
         shape=lambda shapes: shapes[".weight"],
+        weight_only=weight_only,
     )
 
 
@@ -245,6 +246,7 @@ def _less_zero_point(parts: Parts) -> Tensor:
 
 
 _EIGHT_BITS = _eight_bits(".weight_scale")
+_EIGHT_BITS_WEIGHT_ONLY = _eight_bits(".weight_scale", weight_only=True)
 _BITSANDBYTES_8 = Format(
     main=".weight",
     dtypes=frozenset({"I8"}),

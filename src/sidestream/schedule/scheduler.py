@@ -40,6 +40,9 @@ from sidestream_kv.kv.pool import FencedPool, Lease
 from sidestream_kv.kv.state_layout import StateRegion
 from sidestream_kv.types import BlockId, Fence, Key, RequestId, StorePlan, TransferPlan
 
+# A request whose prompt was found in a cache by this share, 1 / N, is returning: see `StorePlan.returning`.
+_RETURNING = 3
+
 RowOutput = tuple[Request, RowResult, int, str | None]
 """A request, its result, the number of committed tokens of the result, and the finish reason (None: the request
 continues).
@@ -141,15 +144,22 @@ class Committer:
         """
         stored: list[tuple[Key, BlockId]] = []
         prefix: list[Key] = []
+        returning: set[Key] = set()
         for request, complete in committed.completed:
+            first = request.published_blocks
             if fresh := self._prefix_cache.publish(request, complete):
                 stored.extend(fresh)
                 prefix.extend(request.keys[:complete])
+                found = request.own_blocks or 0
+                if first <= found:  # its first blocks that a store gets
+                    returning.update(request.keys[:found], self._prefix_cache.part_keys(request.keys[:found][-1:]))
+                if found * _RETURNING * self._limits.block_tokens > len(request.prompt):
+                    returning.update(key for key, _ in fresh)
         if not stored:
             return None
         keys, block_ids = zip(*stored, strict=True)
         superseded = () if self._states is None else self._states.take_superseded()
-        return StorePlan(keys, block_ids, (committed.fence,), tuple(prefix), superseded)
+        return StorePlan(keys, block_ids, (committed.fence,), tuple(prefix), superseded, frozenset(returning))
 
 
 class Scheduler:

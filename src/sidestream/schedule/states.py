@@ -82,7 +82,7 @@ class StateCache:
         self._states = states
         self._slots = slots
         self._tiers = tiers
-        self._to_store: list[Key] = []
+        self._to_store: dict[Key, bool] = {}  # and whether its request continued an earlier turn
         self._turns: OrderedDict[Key, Turn] = OrderedDict()  # each checkpoint's turn, oldest first
         self._superseded: list[Key] = []
 
@@ -263,7 +263,8 @@ class StateCache:
             lease.release(after=after, until=self._tiers.transfers_fence())
         if states.latest is not None:
             self._remember(states.turns.own, states.latest[1])
-            self._to_store.append(states.latest[1])  # rule: newest-checkpoint-is-stored-when-its-request-leaves
+            # rule: newest-checkpoint-is-stored-when-its-request-leaves
+            self._to_store[states.latest[1]] = states.turns.earlier is not None
 
     # ------------------------------------------------------------------ stores
 
@@ -275,6 +276,7 @@ class StateCache:
         if not self._to_store:
             return None
         found = {key: state_id for key in self._to_store if (state_id := self._states.get(key)) is not None}
+        returning = frozenset(part for key in found if self._to_store[key] for part in self.part_keys(key))
         self._to_store.clear()
         if not found:
             return None
@@ -286,7 +288,7 @@ class StateCache:
         keys, block_ids = zip(*parts, strict=True)
         # A checkpoint is findable once rank 0 has ended the step that wrote it. Other ranks may still run that step.
         # rule: store-of-a-newest-checkpoint-waits-for-every-rank
-        return StorePlan(keys, block_ids, after, keys), self._states.share([*found.values()])
+        return StorePlan(keys, block_ids, after, keys, returning=returning), self._states.share([*found.values()])
 
     # ------------------------------------------------------------------ eviction by value
 

@@ -99,6 +99,10 @@ class Backend(Protocol):
         """End a pin. Returns the number of ended pins."""
         ...
 
+    async def prefetch_prefix(self, prompt: Sequence[int], *, cache_salt: str = "") -> CachedPrefix:
+        """Begin to read a prefix from the persistent tiers into host memory; see `FrontEnd.prefetch_prefix`."""
+        ...
+
     async def cached_prefixes(self, *, limit: int) -> Sequence[CachedPrefix]:
         """The pinned and the most used prefixes, at most `limit` of each."""
         ...

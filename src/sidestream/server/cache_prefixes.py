@@ -1,4 +1,6 @@
-"""The endpoints for operators about prefixes in the KV cache: pin, unpin, list, drop. Every one needs the admin key."""
+"""The endpoints for operators about prefixes in the KV cache: pin, unpin, prefetch, list, drop. Every one needs the
+admin key.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +59,7 @@ class _Named(_Strict):
 
 _FORMS: Mapping[str, Mapping[str, Body]] = {
     "pin": _forms("Pin", ttl_s=(float, ...)),
+    "prefetch": _forms("Prefetch"),
     "unpin": {**_forms("Unpin"), "name": (_Named, {})},
     "drop": _forms("Drop", tier=(str | None, None)),
 }
@@ -110,6 +113,10 @@ def cache_routes(backend: Backend, bodies: BodyReader, text: TextWork, *, shows_
         pinned = await backend.pin_prefix(asked.token_ids, ttl_s=asked.ttl_s, cache_salt=asked.cache_salt)
         return {"prompt_tokens": len(asked.token_ids), **_json(pinned)}
 
+    async def prefetch(asked: _Asked) -> Json:
+        cached = await backend.prefetch_prefix(asked.token_ids, cache_salt=asked.cache_salt)
+        return {"prompt_tokens": len(asked.token_ids), "tokens": cached.tokens, "blocks_by_tier": cached.tiers}
+
     async def unpin(asked: _Asked) -> Json:
         return {
             "unpinned": await backend.unpin_prefix(asked.token_ids, name=asked.name, cache_salt=asked.cache_salt),
@@ -139,6 +146,7 @@ def cache_routes(backend: Backend, bodies: BodyReader, text: TextWork, *, shows_
 
     return [
         operation("/v1/cache/pin", reading("pin", pin)),
+        operation("/v1/cache/prefetch", reading("prefetch", prefetch)),
         operation("/v1/cache/unpin", reading("unpin", unpin)),
         operation("/v1/cache/drop", reading("drop", drop)),
         operation("/v1/cache/prefixes", prefixes, "GET"),

@@ -187,15 +187,21 @@ class _Totals:
         return {"blocks": blocks, "bytes": self.value("kv_memory_bytes", "blocks")}
 
     def tiers(self) -> Json:
-        """Contents of the tiers besides the device. `room_bytes`, `works`: None if the tier does not say."""
+        """Contents of the tiers besides the device. `room_bytes`, `works`: None if the tier does not say. `saved_s`,
+        `lost_s`: seconds that loads from a persistent tier saved and lost; None: there were no loads.
+        """
         num_bytes, room = self.series("tier_bytes"), self.series("tier_ready_bytes")
-        works = self.series("tier_works")
+        works, down = self.series("tier_works"), self.series("tier_turned_down")
+        saved, lost = self.series("tier_saved_seconds_total"), self.series("tier_lost_seconds_total")
         return {
             name: {
                 "blocks": blocks,
                 "bytes": num_bytes.get(name, 0.0),
                 "room_bytes": room.get(name),
                 "works": None if name not in works else bool(works[name]),
+                "saved_s": saved.get(name),
+                "lost_s": lost.get(name),
+                "turned_down": bool(down.get(name)),
             }
             for name, blocks in self.series("tier_blocks").items()
         }

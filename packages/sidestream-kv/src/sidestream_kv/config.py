@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 from sidestream_kv.errors import ConfigError, SidestreamError
 
 T = TypeVar("T")
+WRITE_POLICIES = ("all", "reused")
+"""See `OffloadConfig.write_policy`."""
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?\s*$", re.IGNORECASE)
 _UNIT = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SHOWN_NAMES = 40  # known names that a message lists
@@ -87,6 +89,11 @@ class OffloadConfig:
     disk             directory of the disk tier; None: no disk tier
     disk_capacity    bytes that the disk tier may use
     load_deadline_s  maximum seconds that a request waits for KV from a tier; then the engine recomputes the KV
+    write_policy     which blocks persistent tiers (such as the disk) write while the engine serves: `"all"`, or
+                     `"reused"`: all until the tier is full, then those that were reused, and those of requests that
+                     reused a third of their prompt; the others when the engine closes or is flushed. A policy for all
+                     tiers, or one for each tier by its name. None: each tier's default, which is `"reused"` for the
+                     disk, else `"all"`
     tiers            options of further tiers, by the tier's name (docs/tiers.md)
     """
 
@@ -94,6 +101,7 @@ class OffloadConfig:
     disk: str | Path | None = None
     disk_capacity: int | str = "10GiB"
     load_deadline_s: float = 10.0
+    write_policy: str | Mapping[str, str] | None = None
     tiers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -105,6 +113,9 @@ class OffloadConfig:
             and math.isfinite(self.load_deadline_s)
         ):
             raise ConfigError(f"load_deadline_s is {self.load_deadline_s!r}: give a positive number of seconds")
+        policies = self.write_policy.values() if isinstance(self.write_policy, Mapping) else [self.write_policy]
+        if wrong := [policy for policy in policies if policy is not None and policy not in WRITE_POLICIES]:
+            raise ConfigError(f"write_policy is {wrong[0]!r}: give {' or '.join(WRITE_POLICIES)}")
         if self.disk is not None and self.host_bytes == 0:
             raise ConfigError("offload to disk goes through host memory: give offload host a size, such as 256MiB")
         if self.tiers and self.host_bytes == 0:

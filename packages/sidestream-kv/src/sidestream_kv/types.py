@@ -78,6 +78,8 @@ class StorePlan:
     prefix   for each stored sequence, the keys of all blocks up to its last stored block. A block is useless without
              the blocks before it, so the store marks the whole prefix as recently used (LRU)
     superseded  keys of blocks that are worth little once `keys` are stored: they are then evicted first
+    returning   keys of blocks that are likely to be reused: of `prefix`, those that a request found in a cache, and of
+             `keys`, those of requests that found a third of their prompt. See `OffloadConfig.write_policy`
     """
 
     keys: tuple[Key, ...]
@@ -85,6 +87,7 @@ class StorePlan:
     after: tuple[Fence, ...]
     prefix: tuple[Key, ...] = ()
     superseded: tuple[Key, ...] = ()
+    returning: frozenset[Key] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

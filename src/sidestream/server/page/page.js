@@ -507,7 +507,10 @@ function tiers({ device, tiers: others, tokens, transfers }) {
               ["rest", Math.max(0, room - found.bytes)],
             ])
           : null,
-        plural(found.blocks, "block") + (found.works === false ? "; the last write failed" : ""),
+        plural(found.blocks, "block") +
+          (found.works === false ? "; the last write failed" : "") +
+          (found.turned_down ? "; turned down, because its loads lost time" : "") +
+          (found.saved_s == null ? "" : `; saved ${seconds(found.saved_s)}, lost ${seconds(found.lost_s ?? 0)}`),
         tokens,
       ),
     );

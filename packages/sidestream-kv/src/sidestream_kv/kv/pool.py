@@ -233,6 +233,10 @@ class FencedPool:
         """Index of the first of these blocks that `is_partial`. Callable from any thread."""
         return self._index.first_partial(block_ids)
 
+    def keys_by_use(self) -> Iterator[Key]:
+        """The keys of the cached blocks, most recently used first."""
+        return map(self._index.key_of, self._cached.newest_first())
+
     def is_cached(self, block_id: int) -> bool:
         """Whether the block is findable and unused, so that `take` may evict it."""
         return block_id in self._cached
@@ -525,6 +529,10 @@ class Lru:
     def discard(self, block_id: int) -> None:
         """Remove the block, if it is present."""
         self._order.pop(block_id, None)
+
+    def newest_first(self) -> Iterator[int]:
+        """The blocks, most recently used first."""
+        return reversed(self._order)
 
     def pop_oldest(self, count: int) -> list[int]:
         """Remove and return the `count` least recently used blocks, oldest first. KeyError if there are fewer."""

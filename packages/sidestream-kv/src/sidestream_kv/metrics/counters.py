@@ -105,6 +105,16 @@ METRICS: Mapping[str, Declared] = {
         "gauge", "bytes of a tier's memory that are ready; the rest is still being pinned", ("tier",)
     ),
     "tier_blocks": Declared("gauge", "blocks held by a tier", ("tier",)),
+    "tier_saved_seconds_total": Declared(
+        "counter", "computing that loads made unnecessary, as expected, less the time they took", ("tier",)
+    ),
+    "tier_lost_seconds_total": Declared(
+        "counter", "time that loads took beyond that of computing, and of loads that failed", ("tier",)
+    ),
+    "tier_wait_seconds_total": Declared("counter", "time that loads from a tier took", ("tier",)),
+    "tier_expected_seconds_total": Declared("counter", "time that these loads were expected to take", ("tier",)),
+    "tier_loads_total": Declared("counter", "loads that paid (useful) or took too long (wasted)", ("tier", "outcome")),
+    "tier_turned_down": Declared("gauge", "1 while a tier is hardly read, because its last loads lost time", ("tier",)),
     "tier_works": Declared("gauge", "1 if the last write to a persistent tier succeeded, else 0", ("tier",)),
 }
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sidestream_kv.device.base import Device
@@ -26,7 +26,7 @@ from sidestream_kv.kv.pool import FencedPool, merge_fences
 from sidestream_kv.kv.state_layout import StateLayout
 from sidestream_kv.metrics import Metrics
 from sidestream_kv.offload import pacing
-from sidestream_kv.offload.loads import CostModel, TransferContext, layers_per_group
+from sidestream_kv.offload.loads import PREFETCH, CostModel, TierWaits, TransferContext, layers_per_group
 from sidestream_kv.offload.tickets import (
     Command,
     Forget,
@@ -37,6 +37,7 @@ from sidestream_kv.offload.tickets import (
     SubmitPlans,
     TransferLog,
     WorkerEvent,
+    WriteRest,
 )
 from sidestream_kv.offload.tiers.stack import BlockMemory, Checksums, TierStack
 from sidestream_kv.offload.worker import OffloadWorker
@@ -145,6 +146,7 @@ class OffloadConnector:
     notify      function that the worker's thread calls when there is something to `poll`
     self_check  share of the blocks in host memory that get a checksum
     to_device   limits of copies to the device; None: those of `pacing.TO_DEVICE`
+    write_policies   write policy of each persistent tier, by its name (see `OffloadConfig`); without one: `"all"`
     """
 
     def __init__(
@@ -161,6 +163,7 @@ class OffloadConnector:
         notify: Callable[[], None] = lambda: None,
         self_check: float = 0.0,
         to_device: pacing.Pace | None = None,
+        write_policies: Mapping[str, str] | None = None,
     ) -> None:
         self.tiers = tiers
         self._pools = pools
@@ -172,7 +175,7 @@ class OffloadConnector:
         self._segment_bytes = device.segment_bytes
         self._loads: dict[int, _Load] = {}  # by job id
         self._settled = Mark("settled", tracer=device.tracer, wake=notify)
-        self._num_promotions = 0
+        self._waits = TierWaits(tiers, costs, metrics)
         self._last_job = self._num_sent = 0
         self._failed = False
         self._commands: Channel[Command] = Channel("commands", tracer=device.tracer)
@@ -188,6 +191,7 @@ class OffloadConnector:
             load_deadline_s=load_deadline_s,
             to_device=to_device or pacing.TO_DEVICE,
             report=self._events.put,
+            write_policies=write_policies or {},
         )
         self._switches = context.switches
         self._worker = OffloadWorker(context, commands=self._commands, settled=self._settled)
@@ -206,13 +210,14 @@ class OffloadConnector:
         return self.tiers.locate(keys)
 
     def worth_loading(self, sources: Sequence[str], *, num_blocks: int | None = None, num_partial: int = 0) -> bool:
-        """Whether loading is expected to take less time than the prefill of `num_blocks` blocks, and less than the load
-        deadline.
+        """Whether loading is expected to take less time than the prefill of `num_blocks` blocks and than the deadline.
 
         `sources` names the tier of each block to load. `num_blocks` is by default the number of these blocks.
-        `num_partial` of them are loaded without the layers with a sliding window.
+        `num_partial` of them are loaded without the layers with a sliding window. False if a tier is turned down.
         """
         blocks = Counter(sources)
+        if not self._waits.allows(blocks, self._clock()):
+            return False
         blocks.update(self._worker.num_reads)
         seconds = self._costs.load_seconds(blocks, num_loaded=len(sources), num_partial=num_partial)
         return seconds < min(
@@ -233,7 +238,7 @@ class OffloadConnector:
             if isinstance(plan, LoadPlan):
                 self._loads[self._last_job] = _Load(plan)
             elif isinstance(plan, PromotePlan):
-                self._num_promotions += 1
+                self._waits.begin(plan, self._clock())
             jobs.append((self._last_job, plan))
         self._send(SubmitPlans(tuple(jobs), self._switches.generation))
 
@@ -298,7 +303,7 @@ class OffloadConnector:
     @property
     def has_waiters(self) -> bool:
         """Whether any request waits for a transfer."""
-        return bool(self._num_promotions or self._loads)
+        return bool(self._waits or self._loads)
 
     def poll(self) -> list[TransferEvent]:
         """Apply the worker's events, and release the device blocks whose transfers have settled. Returns the events
@@ -320,7 +325,7 @@ class OffloadConnector:
                     load.reported = True
                     events.append(LoadFailed(load.plan.request_id, load.plan.epoch, event.reason))
             elif isinstance(event, Promoted):
-                self._num_promotions -= 1
+                self._waits.end(event, self._clock())
                 events.append(event)
             elif isinstance(event, StoreAgain):
                 events.append(event)
@@ -356,8 +361,8 @@ class OffloadConnector:
 
     @property
     def tier_faults(self) -> list[str]:
-        """Why the last write to a tier failed, for each tier where it did. The engine serves nevertheless."""
-        return self._worker.faults
+        """Why the last write to a tier failed, and which tiers are turned down. The engine serves nevertheless."""
+        return self._worker.faults + [f"{name}: turned down, its loads lost time" for name in self._waits.turned_down]
 
     @property
     def num_forgotten(self) -> int:
@@ -390,13 +395,20 @@ class OffloadConnector:
         self._send(command)
         return command.dropped
 
-    def flush(self, *, timeout_s: float) -> bool:
-        """Block until every transfer has ended, including writes to persistent tiers. Any thread may call it after the
-        engine thread has ended.
+    def prefetch(self, keys: Sequence[Key]) -> None:
+        """Read these blocks from persistent tiers into host memory, at most half of it, for requests to come."""
+        self.submit([PromotePlan(PREFETCH, 0, tuple(keys[: self.tiers.host.pool.size // 2]))])
 
-        Returns False after `timeout_s`, or if the worker has failed. Transfers that have not begun by then are dropped,
-        which loses only cached blocks.
+    def write_rest(self) -> None:
+        """Write the blocks in host memory that no request has reused, too, to the persistent tiers."""
+        self._send(WriteRest(self._switches.generation))
+
+    def flush(self, *, timeout_s: float) -> bool:
+        """Write all blocks in host memory to the persistent tiers, and block until every transfer has ended. Any thread
+        may call it after the engine thread has ended. Returns False after `timeout_s`, or if the worker has failed.
+        Transfers that have not begun by then are dropped, which loses only cached blocks.
         """
+        self.write_rest()
         deadline = self._clock() + timeout_s
         while self.has_work:
             if self._clock() >= deadline or self._failed:

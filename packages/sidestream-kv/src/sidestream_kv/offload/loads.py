@@ -16,11 +16,12 @@ engine thread, which can then launch a step that waits for them.
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median_high, median_low
 
@@ -28,6 +29,7 @@ from sidestream_kv.device.base import CopyBatch, Device
 from sidestream_kv.errors import TierCorrupt
 from sidestream_kv.kv.layout import LayeredLayout
 from sidestream_kv.kv.state_layout import StateLayout
+from sidestream_kv.metrics import Metrics
 from sidestream_kv.offload import pacing
 from sidestream_kv.offload.pacing import Copy, Lane, Urgency, layers_batch
 from sidestream_kv.offload.tickets import (
@@ -35,14 +37,19 @@ from sidestream_kv.offload.tickets import (
     LoadMissed,
     LoadSubmitted,
     Part,
+    Promoted,
     Switches,
     TransferLog,
     UnsettledJobs,
     WorkerEvent,
 )
 from sidestream_kv.offload.tiers.stack import BlockMemory, Checksums, TierStack
-from sidestream_kv.types import HOST, Key, LoadPlan
+from sidestream_kv.types import HOST, Key, LoadPlan, PromotePlan, RequestId
 
+logger = logging.getLogger(__name__)
+
+PREFETCH = -1
+"""Stands for a request's id, in a promotion that no request waits for."""
 # Most groups of layers in the last piece of a load. With more groups, a step could start only a little earlier, and the
 # copies would be more and smaller.
 _MOST_GROUPS = 4
@@ -52,6 +59,14 @@ _WEIGHT = 0.2
 _WINDOW = 5
 # Transfers of at least this many bytes tell the bandwidth: at 20 GB/s they take 0.8 ms, much more than their start.
 _LARGE_BYTES = 16 << 20
+# Number of a tier's last loads that decide whether it is turned down, and the number from which on they do.
+_RECENT = 8
+_FEWEST = 4
+# Pauses between two attempts to load from a tier that was turned down; each failed attempt doubles the pause.
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 60.0
+# Minimum time between two log lines of one tier about this. The metrics have all of it.
+_LOG_PERIOD_S = 60.0
 # Rates in bytes/s that are assumed for host memory and for other tiers until a transfer was measured. They are high on
 # purpose: with low rates, a fast GPU would always compute, so no transfer would ever be measured.
 _HEALTHY_HOST = 5e10
@@ -69,6 +84,7 @@ class TransferContext:
     load_deadline_s  seconds that a request waits for reads from persistent tiers
     to_device        limits of copies to the device
     report           function that sends an event to the engine thread
+    write_policies   write policy of each persistent tier, by its name; without one: `"all"`
     """
 
     device: Device
@@ -81,6 +97,7 @@ class TransferContext:
     load_deadline_s: float
     to_device: pacing.Pace
     report: Callable[[WorkerEvent], None]
+    write_policies: Mapping[str, str] = field(default_factory=dict)
     switches: Switches = field(default_factory=Switches)
     unsettled: UnsettledJobs = field(default_factory=UnsettledJobs)
 
@@ -414,6 +431,143 @@ class CostModel:
     def compute_seconds(self, num_blocks: int) -> float:
         """Expected duration of the prefill of that many blocks; infinite until a prefill was measured."""
         return num_blocks * self._layout.block_tokens / self.prefill_rate if self.prefill_rate else float("inf")
+
+
+class TierBalance:
+    """What the loads from one tier saved and lost. If the last loads of a persistent tier lost more time than they
+    saved, it is turned down: requests compute, except for one attempt at a time, after pauses of 1 s to 60 s. The first
+    attempt that saves time turns the tier up again. Called on the engine thread only.
+
+    A cost model estimates the times of loads from those that ended. So it does not know of a tier that stalls, or
+    whose times vary, before requests have waited.
+    """
+
+    def __init__(self, tier: str, metrics: Metrics) -> None:
+        self._tier = tier
+        self._metrics = metrics
+        self._recent = deque[float](maxlen=_RECENT)  # seconds saved by each load, negative if it lost time
+        self._pause_s = 0.0  # 0: not turned down
+        self._since_s = self._resumes_s = self._next_log_s = 0.0
+        self._in_flight = 0
+
+    @property
+    def turned_down(self) -> bool:
+        """Whether the tier is turned down. Any thread may read it."""
+        return bool(self._pause_s)
+
+    def allows(self, now_s: float) -> bool:
+        """Whether a request may wait for the tier."""
+        return not self._pause_s or (now_s >= self._resumes_s and not self._in_flight)
+
+    def began(self) -> None:
+        """Record that a load begins."""
+        self._in_flight += 1
+
+    def ended(self, begun_s: float, now_s: float, *, expected_s: float, compute_s: float, good: bool) -> None:
+        """Record the end of a load. `expected_s`: the time it was expected to take; `compute_s`: that of computing its
+        blocks, infinite if unknown; `good`: whether its blocks were found.
+        """
+        self._in_flight -= 1
+        taken_s = now_s - begun_s
+        self._metrics.inc("tier_wait_seconds_total", taken_s, self._tier)
+        self._metrics.inc("tier_expected_seconds_total", expected_s, self._tier)
+        if math.isinf(compute_s):
+            return
+        saved_s = compute_s - taken_s if good else -taken_s
+        self._metrics.inc("tier_loads_total", 1, self._tier, "useful" if saved_s >= 0 else "wasted")
+        self._metrics.inc("tier_saved_seconds_total", max(0.0, saved_s), self._tier)
+        self._metrics.inc("tier_lost_seconds_total", max(0.0, -saved_s), self._tier)
+        self._recent.append(saved_s)
+        if not self._pause_s:
+            if len(self._recent) >= _FEWEST and sum(self._recent) < 0:
+                self._turn_down(now_s)
+        elif begun_s >= self._since_s:  # an attempt; other loads began before
+            if saved_s > 0:
+                self._turn_up()
+            else:
+                self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+                self._resumes_s = now_s + self._pause_s
+
+    def _turn_down(self, now_s: float) -> None:
+        self._pause_s, self._since_s, self._resumes_s = _FIRST_PAUSE_S, now_s, now_s + _FIRST_PAUSE_S
+        self._metrics.set("tier_turned_down", 1, self._tier)
+        if now_s < self._next_log_s:
+            return
+        self._next_log_s = now_s + _LOG_PERIOD_S
+        logger.warning(
+            "the %s tier loses time: its last %d loads took %.2f s longer than computing their tokens; requests compute"
+            " until an attempt, once in %.0f to %.0f s, is faster again",
+            self._tier,
+            len(self._recent),
+            -sum(self._recent),
+            _FIRST_PAUSE_S,
+            _LONGEST_PAUSE_S,
+        )
+
+    def _turn_up(self) -> None:
+        self._pause_s = 0.0
+        self._recent.clear()
+        self._metrics.set("tier_turned_down", 0, self._tier)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """A request's wait for blocks of `tiers`. For the times see `TierBalance.ended`."""
+
+    tiers: frozenset[str]
+    begun_s: float
+    expected_s: float
+    compute_s: float
+
+
+class TierWaits:
+    """The waits of requests for persistent tiers, and the balance of each tier. True if a request waits. Called on the
+    engine thread only.
+    """
+
+    def __init__(self, tiers: TierStack, costs: CostModel, metrics: Metrics) -> None:
+        self._tiers = tiers
+        self._costs = costs
+        self._balances = {name: TierBalance(name, metrics) for name in tiers.persistent}
+        self._waits: dict[tuple[RequestId, int], list[_Wait]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._waits)
+
+    @property
+    def turned_down(self) -> list[str]:
+        """The names of the tiers that are turned down. Any thread may read it."""
+        return [name for name, balance in self._balances.items() if balance.turned_down]
+
+    def allows(self, tiers: Iterable[str], now_s: float) -> bool:
+        """Whether a request may wait for these tiers."""
+        return all(self._balances[tier].allows(now_s) for tier in tiers if tier != HOST)
+
+    def begin(self, plan: PromotePlan, now_s: float) -> None:
+        """Record the beginning of a wait."""
+        if plan.request_id == PREFETCH:
+            return
+        sources = self._tiers.locate(plan.keys)
+        in_host = next((index for index, source in enumerate(sources) if source != HOST), len(sources))
+        blocks = Counter(source for source in sources if source != HOST)
+        expected_s = self._costs.load_seconds(blocks, num_loaded=0)
+        wait = _Wait(frozenset(blocks), now_s, expected_s, self._costs.compute_seconds(len(sources) - in_host))
+        self._waits.setdefault((plan.request_id, plan.epoch), []).append(wait)
+        for tier in wait.tiers:
+            self._balances[tier].began()
+
+    def end(self, event: Promoted, now_s: float) -> None:
+        """Record the end of a wait."""
+        if event.request_id == PREFETCH:
+            return
+        waits = self._waits[event.request_id, event.epoch]
+        wait = waits.pop(0)
+        if not waits:
+            del self._waits[event.request_id, event.epoch]
+        for tier in wait.tiers:
+            self._balances[tier].ended(
+                wait.begun_s, now_s, expected_s=wait.expected_s, compute_s=wait.compute_s, good=event.complete
+            )
 
 
 def _healthy(tier: str) -> _Estimate:

@@ -1,9 +1,21 @@
-"""Stores: copies of KV blocks from the device to host memory. Called on the offload worker's thread only.
+"""Stores: copies of KV blocks from the device to host memory; and which blocks are then written to which persistent
+tier. Called on the offload worker's thread only.
 
 A store waits for the step that filled the blocks (hazard H1 in docs/glossary.md). It is copied in pieces. At start,
 host memory is pinned little by little, so the host tier grows for a while. During this time, no block is evicted from
 the host tier. If there is no free host slot for a block, the block is deferred: when a slot is free, the engine thread
 is asked to submit the block again.
+
+A persistent tier with the write policy `"all"` gets every block when its store ends (write-through). So does a tier
+with `"reused"` as long as it has free space. When it is full, each write evicts another block, so it gets a block when
+there is a sign that the block will be used again:
+
+    its store ends, and its request found a third of its prompt in a cache (`StorePlan.returning`)
+    its store ends, and the same block was stored before: it was evicted meanwhile, and computed again
+    it is in host memory, and a request reuses it there or on the device
+
+docs/decisions/0054-a-disk-writes-what-was-reused.md has the reasons. The other blocks in host memory are written by
+`write_rest`, when the engine is flushed or closes.
 
     slot    host memory for one block
     settle  a job has settled when it no longer uses device blocks
@@ -11,8 +23,9 @@ is asked to submit the block again.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 from sidestream_kv.kv.pool import Lease
@@ -21,17 +34,22 @@ from sidestream_kv.offload.loads import TransferContext
 from sidestream_kv.offload.pacing import Copy, Lane, Urgency, layers_batch
 from sidestream_kv.offload.tickets import StoreJob, StoreTicket
 from sidestream_kv.offload.tier_io import TierIO
-from sidestream_kv.types import Key, StorePlan
+from sidestream_kv.types import Key, LoadPlan, StorePlan
+
+# Keys of stored blocks that are remembered, for each block that the largest tier with the policy `"reused"` can hold;
+# and most of them: 16 MiB.
+_REMEMBERED = 4
+_MOST_REMEMBERED = 1 << 22
 
 
 class Stores:
     """All store jobs that have not ended. A job executes one StorePlan.
 
-    lane   queue of the copies to the host
-    io     writes of each persistent tier, by the tier's name
+    lane    queue of the copies to the host
+    writes  writes to the persistent tiers
     """
 
-    def __init__(self, context: TransferContext, lane: Lane, io: Mapping[str, TierIO]) -> None:
+    def __init__(self, context: TransferContext, lane: Lane, writes: TierWrites) -> None:
         self._context = context
         self._device = context.device
         self._memory = context.memory
@@ -39,7 +57,7 @@ class Stores:
         self._host = context.tiers.host
         self._host_memory = context.host_memory
         self._lane = lane
-        self._io = io
+        self._writes = writes
         self._waiting: deque[StoreJob] = deque()  # jobs with blocks whose copy was not queued yet
         self._storing: dict[Key, StoreTicket] = {}
         self._tickets: dict[Copy, StoreTicket] = {}
@@ -80,6 +98,8 @@ class Stores:
     def submit(self, job_id: int, plan: StorePlan, generation: int) -> None:
         """Queue a job. Its copies are queued later, piece by piece."""
         self._waiting.append(StoreJob(job_id, plan, generation))
+        if plan.returning:
+            self._writes.reused([key for key in plan.prefix if key in plan.returning], plan.prefix, generation)
 
     def begin_pieces(self) -> None:
         """Queue copies of at most `BLOCKS_PER_TURN` blocks: several small jobs, or a part of a large job."""
@@ -168,9 +188,7 @@ class Stores:
             stored = [(key, slot) for key, slot in pairs if key not in job.invalidated]
             self._context.checksums.compute([slot for _, slot in stored])
             pool.publish_all([slot for _, slot in stored], [key for key, _ in stored])
-            for key, slot in stored:
-                for io in self._io.values():
-                    io.write(key, slot, ticket)
+            self._writes.stored(stored, job, ticket.prefix)
         ticket.slots.release()  # rule: store-releases-its-slots
         job.failed |= not good
         if ticket.last:
@@ -207,3 +225,103 @@ class Stores:
             job = self._waiting.popleft()
             job.begun = len(job.plan.keys)
             self._settle(job)  # rule: dropped-store-is-settled
+
+
+class SeenKeys:
+    """Keys that were added, in a table of fixed size: 4 bytes each. A new key replaces an older one with the same
+    place, and two keys with the same place count as the same with a probability of 2^-31.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._marks = array("I", bytes(4 * size))
+
+    def add(self, key: Key) -> bool:
+        """Add the key. Returns whether it was there already."""
+        number = int.from_bytes(key, "little")
+        place, mark = number % len(self._marks), (number >> 64) & 0xFFFF_FFFF | 1
+        known = self._marks[place] == mark
+        self._marks[place] = mark
+        return known
+
+
+class TierWrites:
+    """The writes to all persistent tiers. `io`: reads and writes of each tier, by its name."""
+
+    def __init__(self, context: TransferContext, io: Mapping[str, TierIO]) -> None:
+        policies = context.write_policies
+        self._tiers = context.tiers
+        self._pool = context.tiers.host.pool
+        self._switches = context.switches
+        self._all = [each for name, each in io.items() if policies.get(name) != "reused"]
+        self._selective = [each for name, each in io.items() if policies.get(name) == "reused"]
+        largest = max((each.max_entries for each in self._selective), default=0)
+        self._seen = SeenKeys(min(_REMEMBERED * largest, _MOST_REMEMBERED))
+        self._rest: deque[Key] = deque()
+        self._rest_begins, self._rest_generation = False, 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `write_rest` has not come to its end."""
+        return self._rest_begins or bool(self._rest)
+
+    def has_more(self, *, storing: bool) -> bool:
+        """Whether `continue_rest` could do something now."""
+        crowded = any(each.crowded for each in self._selective)
+        return not storing if self._rest_begins else bool(self._rest) and not crowded
+
+    def sizes(self) -> dict[str, int]:
+        """Number of objects that are kept, by kind."""
+        return {"blocks to write": self._rest_begins + len(self._rest)}
+
+    def stored(self, blocks: Iterable[tuple[Key, int]], job: StoreJob, prefix: tuple[Key, ...]) -> None:
+        """Write blocks whose store has ended, given as keys and host slots, to the tiers that want them. `prefix` is
+        marked as just used after the last write.
+        """
+        for key, slot in blocks:
+            for io in self._all:
+                io.write(key, slot, prefix, job.generation)
+            if not self._selective:
+                continue
+
+            worth = self._seen.add(key) or key in job.plan.returning
+            for io in self._selective:
+                if worth or io.has_room:
+                    io.write(key, slot, prefix, job.generation)
+                else:
+                    io.leave_out("not_reused")
+
+    def reused(self, keys: Sequence[Key], prefix: tuple[Key, ...], generation: int) -> None:
+        """A request reuses these blocks: write those in host memory to each tier that lacks them."""
+        for io in self._selective:
+            for key in keys:
+                if not io.holds(key) and (slot := self._pool.get(key)) is not None:
+                    io.write(key, slot, prefix, generation)
+
+    def loads(self, plan: LoadPlan, generation: int) -> None:
+        """A load reuses its blocks, unless a preempted request loads its own."""
+        if not plan.epoch:
+            self.reused(plan.keys, plan.keys, generation)
+
+    # ------------------------------------------------------------------ flush and close
+
+    def write_rest(self, generation: int) -> None:
+        """Write all blocks in host memory to the tiers that were waiting for a reuse, the last used first, as many as
+        such a tier can hold; those of stores in flight, too. `generation` is that of the command.
+        """
+        if self._selective and self._pool.size > 1:  # a write holds a slot, and writes hold half of the slots at most
+            self._rest_begins, self._rest_generation = True, generation
+
+    def continue_rest(self, *, storing: bool) -> None:
+        """Begin some of the writes of `write_rest`, unless enough are in flight. `storing`: whether stores are."""
+        if self._switches.abandoned:
+            self._rest_begins = False
+            self._rest.clear()
+        if self._rest_begins and not storing:
+            self._rest_begins = False
+            most = max(each.max_entries for each in self._selective)
+            self._rest = deque(islice(self._pool.keys_by_use(), most))
+            self._tiers.touch_persistent(self._rest)  # no write of one of them evicts another
+        for _ in range(pacing.BLOCKS_PER_TURN):
+            if not self._rest or not self.has_more(storing=storing):
+                return
+            self.reused((self._rest.popleft(),), (), self._rest_generation)

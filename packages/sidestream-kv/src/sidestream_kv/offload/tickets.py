@@ -54,7 +54,14 @@ class Forget:
     dropped: dict[str, int] = field(default_factory=dict, compare=False)
 
 
-Command = SubmitPlans | Forget
+@dataclass(frozen=True, slots=True)
+class WriteRest:
+    """Command: write the blocks that are in host memory only to the persistent tiers. `generation`: see SubmitPlans."""
+
+    generation: int
+
+
+Command = SubmitPlans | Forget | WriteRest
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +247,7 @@ class LoadJob:
 class WriteTicket:
     """The write of one block from host memory to a persistent tier. Holds its source slot.
 
-    prefix   prefix of the StoreTicket of this block; all writes of one StoreTicket have the same tuple object
+    prefix   keys that are marked as just used after the write; all writes of one StoreTicket have the same tuple object
     """
 
     key: Key
@@ -356,5 +363,7 @@ class TransferLog:
         self._metrics.set("tier_works", float(works), tier)
 
     def left_out(self, kind: str, outcome: str) -> None:
-        """Count a transfer that will not be executed, with its outcome: `"skipped"`, `"deferred"` or `"full"`."""
+        """Count a transfer that will not be executed, with its outcome: `"skipped"`, `"deferred"`, `"full"` or
+        `"not_reused"`.
+        """
         self._metrics.inc("transfers_total", 1, kind, outcome)

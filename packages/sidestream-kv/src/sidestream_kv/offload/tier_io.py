@@ -23,11 +23,14 @@ from sidestream_kv.device.base import Stream
 from sidestream_kv.errors import TierFull, TierLost, TierTimeout
 from sidestream_kv.kv.pool import Lease
 from sidestream_kv.offload.loads import TransferContext
-from sidestream_kv.offload.tickets import Promoted, ReadTicket, Stopwatch, StoreTicket, Waiter, WriteTicket
+from sidestream_kv.offload.tickets import Promoted, ReadTicket, Stopwatch, Waiter, WriteTicket
 from sidestream_kv.offload.tiers.base import PersistentTier, streams_of
 from sidestream_kv.offload.tiers.index import Entry, Refresh, WriteGrant
 from sidestream_kv.types import Access, Fence, Key, PromotePlan
 
+# A request waits for reads so many times as long as they are expected to take, and at least so long.
+_PATIENCE = 8
+_LEAST_PATIENCE_S = 0.1
 # After a failed write, the tier gets no other write for this time.
 PAUSE_S = 5.0
 
@@ -101,21 +104,44 @@ class TierIO:
     def _num_writes(self) -> int:
         return sum(len(writes) for _, writes in self._writes)
 
-    def write(self, key: Key, index: int, stored: StoreTicket) -> None:
-        """Begin to write the block in host slot `index` to the tier. The write is skipped if the tier holds the block
-        already, if too many writes are in flight, or shortly after a failed write.
+    @property
+    def max_entries(self) -> int:
+        """Number of blocks that the tier can hold."""
+        return self._tier.index.max_entries
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a write evicts nothing."""
+        return len(self._tier.index) + self._num_writes < self.max_entries
+
+    @property
+    def crowded(self) -> bool:
+        """Whether so many writes are in flight that no other may begin: each of them holds a host slot. If the tier is
+        slow, its writes must not take the slots of other transfers.
         """
-        if key in self._tier.index:
+        return self._num_writes >= self._host.pool.size // 2
+
+    def holds(self, key: Key) -> bool:
+        """Whether the tier holds the block."""
+        return key in self._tier.index
+
+    def leave_out(self, outcome: str) -> None:
+        """Count a block that is not written, with the reason."""
+        self._context.log.left_out(f"{self.name}-write", outcome)
+
+    def write(self, key: Key, index: int, prefix: tuple[Key, ...], generation: int) -> None:
+        """Begin to write the block in host slot `index` to the tier. The write is skipped if the tier holds the block
+        already, if too many writes are in flight, or shortly after a failed write. `prefix`: see `WriteTicket`.
+        """
+        if self.holds(key):
             return
-        # Each write holds a host slot. If the tier is slow, its writes must not take the slots of other transfers.
-        crowded = self._num_writes >= self._host.pool.size // 2
-        if crowded or self._context.switches.abandoned or self._clock() < self._resumes_s:
-            self._context.log.left_out(f"{self.name}-write", "skipped")
+        if self.crowded or self._context.switches.abandoned or self._clock() < self._resumes_s:
+            self.leave_out("skipped")
             return
         try:
             grant = self._tier.index.reserve(key)
         except TierFull:
-            self._context.log.left_out(f"{self.name}-write", "full")
+            self.leave_out("full")
             return
         if grant is None:
             return
@@ -133,7 +159,7 @@ class TierIO:
             lambda: self._written(grant, index),
             label="write block",
         )
-        writes.append(WriteTicket(key, stored.prefix, slot, grant, fence, self._clock(), watch, stored.job.generation))
+        writes.append(WriteTicket(key, prefix, slot, grant, fence, self._clock(), watch, generation))
 
     def _written(self, grant: WriteGrant, index: int) -> list[Access]:
         """The memory that a write of host slot `index` accesses, for a tracer."""
@@ -304,8 +330,18 @@ class Promotions:
                     break
                 read = self._io[source].read(key, generation)
             reads[key] = read
-        deadline_s = self._clock() + self._context.load_deadline_s
+        deadline_s = self._clock() + self._patience_s(len(plan.keys))
         self._waiters.append(Waiter(plan.request_id, plan.epoch, reads, kept, complete, deadline_s))
+
+    def _patience_s(self, num_blocks: int) -> float:
+        """How long a request waits for its reads, which have begun: not much longer than they and all others in flight
+        are expected to take, and never longer than computing its blocks takes. So a tier that stalls costs little.
+        """
+        costs, deadline_s = self._context.costs, self._context.load_deadline_s
+        if costs.prefill_rate is None:
+            return deadline_s
+        expected_s = costs.load_seconds({name: len(io.reads) for name, io in self._io.items()}, num_loaded=0)
+        return min(deadline_s, costs.compute_seconds(num_blocks), max(_LEAST_PATIENCE_S, _PATIENCE * expected_s))
 
     def finish_reads(self) -> None:
         """Handle reads that have ended."""

@@ -6,7 +6,7 @@ for the other. The commands cause these transfers:
 
     store        device blocks → host slots     after the step that filled the blocks (hazard H1)
     load         host slots → device blocks     after the last use of the blocks (H3); fences for each group of layers
-    TIER-write   host slots → persistent tier   after the fence of the store
+    TIER-write   host slots → persistent tier   after the fence of the store, or later: see `TierWrites`
     TIER-read    persistent tier → host slots   for requests that wait
 
 docs/glossary.md lists the hazards. A failed transfer counts as a cache miss: its blocks do not become findable (H9),
@@ -26,8 +26,8 @@ from sidestream_kv.errors import TierTimeout
 from sidestream_kv.offload import pacing
 from sidestream_kv.offload.loads import Loads, TransferContext
 from sidestream_kv.offload.pacing import Copy, Lane
-from sidestream_kv.offload.stores import Stores
-from sidestream_kv.offload.tickets import Command, Forget, StoreAgain, SubmitPlans, WorkerFailed
+from sidestream_kv.offload.stores import Stores, TierWrites
+from sidestream_kv.offload.tickets import Command, Forget, StoreAgain, SubmitPlans, WorkerFailed, WriteRest
 from sidestream_kv.offload.tier_io import Promotions, TierIO
 from sidestream_kv.types import HOST, Fence, LoadPlan, PromotePlan, StorePlan
 
@@ -77,10 +77,17 @@ class OffloadWorker:
         self._to_host = Lane(pacing.TO_HOST, lambda number: device.stream(f"store-{number}"), clock=device.now)
         self._to_device = Lane(context.to_device, lambda number: device.stream(f"load-{number}"), clock=device.now)
         self._io = {name: TierIO(name, context) for name in context.tiers.persistent}
-        self._stores = Stores(context, self._to_host, self._io)
+        self._writes = TierWrites(context, self._io)
+        self._stores = Stores(context, self._to_host, self._writes)
         self._loads = Loads(context, self._to_device)
         self._promotions = Promotions(context, self._io)
-        self._parts: tuple[_Part, ...] = (self._stores, self._loads, self._promotions, *self._io.values())
+        self._parts: tuple[_Part, ...] = (
+            self._stores,
+            self._loads,
+            self._promotions,
+            self._writes,
+            *self._io.values(),
+        )
 
     @property
     def num_reads(self) -> dict[str, int]:
@@ -140,6 +147,8 @@ class OffloadWorker:
         ):
             self._begin_pieces(ahead=True)
         self._fill_lanes()
+        if self._writes.has_work:
+            self._writes.continue_rest(storing=self._stores.has_work)
         self._promotions.finish_waits()
         self._settled.raise_to(self._unsettled.settled_through())
         return self._next_wake_up()
@@ -156,6 +165,8 @@ class OffloadWorker:
             self._num_taken += 1
             if isinstance(command, SubmitPlans):
                 blocks += 1 + self._submit(command)
+            elif isinstance(command, WriteRest):
+                self._writes.write_rest(command.generation)
             else:
                 self._forget(command)
 
@@ -170,6 +181,7 @@ class OffloadWorker:
         for job_id, plan in plans:
             if isinstance(plan, LoadPlan):
                 self._loads.submit(job_id, plan)
+                self._writes.loads(plan, command.generation)
         # rule: disk-read-has-the-generation-of-its-submission
         self._promotions.submit([plan for _, plan in plans if isinstance(plan, PromotePlan)], command.generation)
         for job_id, plan in plans:
@@ -237,7 +249,9 @@ class OffloadWorker:
     def _next_wake_up(self) -> WakeUp:
         lanes = ((self._loads, self._to_device), (self._stores, self._to_host))
         hungry = [lane for part, lane in lanes if part.waiting and len(lane) < _CROWDED_LANE]
-        more = bool(self._commands or self._ended_copies or hungry)
+        more = bool(
+            self._commands or self._ended_copies or hungry or self._writes.has_more(storing=self._stores.has_work)
+        )
         until_s = self._promotions.deadlines()
         until_s += [io.refresh.due_s for io in self._io.values() if io.refresh.due_s != float("inf")]
         if more:

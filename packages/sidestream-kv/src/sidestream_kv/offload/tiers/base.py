@@ -118,7 +118,10 @@ class TierKind:
     name   name of the tier in metrics (`tier="NAME"`, `kind="NAME-write"`), streams, `CachedTokens.by_tier`,
            `OffloadConfig.tiers` and the tier's index
     open   function that makes the tier, or returns None if the config does not ask for the tier. Raises ConfigError
+    write_policy   which blocks it writes by default: see `OffloadConfig.write_policy`. A tier that engines share should
+           keep `"all"`, because others may reuse a block that this engine never uses again
     """
 
     name: str
     open: Callable[[OffloadConfig, TierContext], PersistentTier | None]
+    write_policy: str = "all"

@@ -541,4 +541,4 @@ def _open(config: OffloadConfig, context: TierContext) -> DiskTier | None:
     )
 
 
-KIND = TierKind(NAME, _open)
+KIND = TierKind(NAME, _open, write_policy="reused")

@@ -73,6 +73,17 @@ def open_tiers(config: OffloadConfig, context: TierContext) -> dict[str, Persist
     return opened
 
 
+def write_policies(config: OffloadConfig) -> dict[str, str]:
+    """The write policy of each known persistent tier. Raises ConfigError if `config` has one for an unknown tier."""
+    policies = {kind.name: kind.write_policy for kind in _KINDS}
+    if isinstance(config.write_policy, Mapping):
+        for name in config.write_policy:
+            if name not in policies:
+                raise ConfigError(unknown_name("tier", name, policies))
+        return policies | dict(config.write_policy)
+    return policies if config.write_policy is None else dict.fromkeys(policies, config.write_policy)
+
+
 def share_of_rank(config: OffloadConfig, rank: int, size: int) -> OffloadConfig:
     """The tier options of one of `size` ranks: its share of the bytes, and its own disk directory under `config.disk`.
 
