@@ -92,7 +92,7 @@ def _round(scratch: Path, block_bytes: int, num_bytes: int, fio: bool) -> dict[s
     memory = np.frombuffer(mmap(-1, _MEMORY_BLOCKS * block_bytes), np.uint8).reshape(_MEMORY_BLOCKS, block_bytes)
     memory[:] = np.random.default_rng(0).integers(0, 256, memory.shape, np.uint8)
     threads = (DiskTier.streams.writers, DiskTier.streams.readers)
-    with _tier(scratch / "tier", block_bytes, count) as tier:
+    with _tier(scratch / "tier", memory, count) as tier:
         found = {"write": _write_s(tier, memory, count)}
         found["raw_write"], found["raw_read"] = (_fio_s if fio else _raw_s)(scratch / "raw", memory, count, *threads)
         found["read"] = _read_s(tier, memory)
@@ -102,11 +102,12 @@ def _round(scratch: Path, block_bytes: int, num_bytes: int, fio: bool) -> dict[s
 
 
 @contextmanager
-def _tier(path: Path, block_bytes: int, count: int) -> Iterator[DiskTier]:
+def _tier(path: Path, memory: Memory, count: int) -> Iterator[DiskTier]:
+    block_bytes = memory.shape[1]
     layout = KVLayout(1, 1, block_bytes // 64, 16, "bfloat16")
     tier = DiskTier.open(path, layout=layout, fingerprint="bench", capacity_bytes=count * entry_bytes(layout))
     try:
-        _write_s(tier, np.zeros((1, block_bytes), np.uint8), count)  # so that the files are written, like those of raw
+        _write_s(tier, memory, count)  # so that the files are written once, like those of raw
         tier.index.clear()
         yield tier
     finally:

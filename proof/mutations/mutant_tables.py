@@ -28,6 +28,7 @@ _TIERS = (
     "offload/test_disk_transfers.py",
     "offload/test_disk_machine.py",
     "offload/test_disk_processes.py",
+    "offload/test_disk_sharing.py",
 )
 _SCHEDULE = (
     "schedule/test_allocation.py",
@@ -167,25 +168,9 @@ EQUIVALENT_MUTANTS: tuple[EquivalentMutant, ...] = (
         "an abandoned worker drops the load in the same turn, with the same event",
     ),
     EquivalentMutant(
-        "auto:offload.tiers.disk:_scan:constant:0",
-        "next_serial = max(next_serial, entry.serial + 1) → next_serial = max(next_serial, entry.serial + 2)",
-        "serial numbers must grow, and may have gaps",
-    ),
-    EquivalentMutant(
         "auto:offload.tiers.index:TierIndex.reserve:constant:0",
         "self._next_serial += 1 → self._next_serial += 2",
         "serial numbers must grow, and may have gaps",
-    ),
-    EquivalentMutant(
-        "auto:offload.tiers.disk:_scan:operand:1",
-        "if status.st_size != file_bytes or not stat.S_ISREG(status.st_mode) or folder.name != _prefix(entry): → if "
-        "status.st_size != file_bytes or folder.name != _prefix(entry):",
-        "links have less than 4,096 bytes and other kinds of files none, so none is as long as an entry",
-    ),
-    EquivalentMutant(
-        "auto:offload.tiers.disk:_scan:compare:0",
-        "if twin is not None and twin[0] > entry.serial: → if twin is not None and twin[0] >= entry.serial:",
-        "two files of one key have different serial numbers, because both are parts of the file's name",
     ),
     EquivalentMutant(
         "auto:schedule.states:StateCache.reach:operand:0",

@@ -395,6 +395,17 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
+            name="directory-in-use-is-not-cleared",
+            hazard="H11",
+            change=Never(),
+            consequence="`sidestream cache clear` deletes the blocks of a running engine",
+        ),
+        "no schedule runs a command",
+        noticed_by="cli/test_cache.py::test_a_directory_is_cleared_only_when_no_engine_uses_it",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
             name="lost-directory-is-noticed",
             hazard="H9",
             change=Always(),
@@ -483,6 +494,9 @@ EXEMPT = (
     Exempt("Medium._owns", ("release", "release"), "see written-slot-is-released"),
     Exempt("Medium._spare_slots", ("extend",), "it only proposes slots: see slot-is-taken-as-it-was-seen"),
     Exempt("Medium._publish", ("publish",), "see record-is-published-after-its-payload"),
+    Exempt("Inspection.verify", ("release",), "the command ends, and its leases with it"),
+    Exempt("Inspection._read_all", ("share", "release"), "a block that is overwritten meanwhile counts as damaged"),
+    Exempt("clear", ("remove", "remove", "remove"), "what a command is for"),
     Exempt("OffloadWorker._turn", ("poll",), "see entries-of-other-processes-are-found"),
     Exempt("BlockStore.take_finished", ("poll",), "see entries-of-other-processes-are-found"),
     Exempt("SharedStore.lookup", ("poll",), "see entries-of-other-processes-are-found"),
