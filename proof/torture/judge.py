@@ -157,8 +157,7 @@ def wrong_entries(disk: ScriptedTier, contents: Contents, *, damaged: bool) -> I
     entries that cannot be read are no finding.
     """
     # Reads another thread's index, which is safe because no thread writes now.
-    for key, slot in list(disk.index._slots.items()):
-        entry = slot.entry
+    for key, entry in list(disk.index._published.items()):
         payload = disk.peek(entry)
         if payload is not None:
             yield from _differing(f"disk entry {entry.serial}", key, payload, contents)

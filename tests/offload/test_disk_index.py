@@ -281,3 +281,31 @@ def test_a_reset_ends_the_pins_of_prefixes_and_a_pin_ends_with_its_time() -> Non
     pins.add(key(2), keys(2), ttl_s=60)
     index.clear()
     assert not pins.held
+
+
+def test_learned_entries_are_found_and_evicted_last() -> None:
+    index = index_of(1, 2, max_entries=4)
+    index.touch(keys(1))
+    index.learn([Entry(key(3), 70), Entry(key(4), 71)])
+    assert index.lookup(keys(1, 2, 3, 4)) == 4
+    assert [victim_key(put_and_keep_victim(index, number)) for number in (5, 6, 7)] == keys(2, 1, 3)
+
+
+def test_learning_keeps_own_writes_and_stays_within_the_capacity() -> None:
+    index = index_of(1, max_entries=3)
+    own, grant = index.pin(keys(1)), reserve(index, 2)
+    index.learn([Entry(key(1), 70), Entry(key(2), 71), Entry(key(3), 72), Entry(key(4), 73)])
+    assert sorted(index) == sorted(keys(1, 3))
+    wrote(grant)
+    index.publish(grant)
+    assert [entry for entry in index.entries if entry.key == key(1)] == list(own.entries)
+
+
+def test_unlearned_entries_are_not_found_and_not_deleted_again() -> None:
+    index = index_of(1, 2, max_entries=2)
+    lease = index.pin(keys(2))
+    index.unlearn(keys(1, 2, 3))
+    assert len(index) == 0
+    assert reserve(index, 4).victim is None
+    lease.release()
+    assert index.take_doomed() == list(lease.entries)

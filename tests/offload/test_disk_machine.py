@@ -209,7 +209,7 @@ class DiskMachine(RuleBasedStateMachine):
         return [path for folder in self.directory.iterdir() if folder.is_dir() for path in folder.iterdir()]
 
     def current(self, wanted: Key) -> Entry:
-        return self.tier.index._slots[wanted].entry
+        return self.tier.index._published[wanted]
 
 
 def no_space(*_: object, **__: object) -> object:

@@ -31,6 +31,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sidestream_kv.errors import InvariantError, TierFull
 from sidestream_kv.kv.key_log import TierKeyLog
@@ -38,9 +39,10 @@ from sidestream_kv.kv.pins import Pins
 from sidestream_kv.types import Access, Key, Tracer
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One write of one key. `serial` increases with every write and is never reused while the tier is open."""
+class Entry(NamedTuple):
+    """One write of one key. `serial` increases with every write and is never reused while the tier is open. A tuple,
+    because a tier makes a million of them when it is opened.
+    """
 
     key: Key
     serial: int
@@ -79,31 +81,24 @@ class TierStats:
     corrupt: int
 
 
-@dataclass(slots=True, eq=False)
-class _Slot:
-    entry: Entry
-    pins: int = 0
-    retired: bool = False
-
-
 class ReadLease:
     """Keeps `entries` on the medium until `release`, and never ends after a time (hazard H6 in docs/glossary.md).
     `entries` are in the order of the pinned keys.
     """
 
-    __slots__ = ("_index", "_slots", "entries")
+    __published__ = ("_held", "_index", "entries")
 
-    def __init__(self, index: TierIndex, slots: tuple[_Slot, ...]) -> None:
+    def __init__(self, index: TierIndex, entries: tuple[Entry, ...]) -> None:
         self._index = index
-        self._slots = slots
-        self.entries: tuple[Entry, ...] = tuple(slot.entry for slot in slots)
+        self._held = entries
+        self.entries = entries
 
     def release(self) -> None:
         """End the lease, after the fence of its last read. Raises InvariantError if it has ended already."""
-        slots, self._slots = self._slots, ()
-        if not slots and self.entries:
+        held, self._held = self._held, ()
+        if not held and self.entries:
             raise InvariantError("a read lease was released twice")
-        self._index._unpin(slots)  # rule: read-ends-its-pins
+        self._index._unpin(held)  # rule: read-ends-its-pins
 
 
 class TierIndex:
@@ -136,12 +131,13 @@ class TierIndex:
         """The keys whose entries are evicted last; unlike a `pin`, they never prevent a write. None: there are none."""
         self.on_evict: tuple[Callable[[Sequence[Key]], None], ...] = ()
         """Called with the keys of evicted entries, on the offload worker's thread."""
-        self._tracer = tracer
+        self._trace = _Trace(tracer, name)
         self.max_entries = max_entries
         self._entry_bytes = entry_bytes
         self._next_serial = next_serial
-        self._slots: dict[Key, _Slot] = {entry.key: _Slot(entry) for entry in published}
-        self._idle: OrderedDict[Key, _Slot] = OrderedDict(self._slots)  # published and not pinned, next victim first
+        self._published: dict[Key, Entry] = {entry.key: entry for entry in published}
+        self._idle = OrderedDict(self._published)  # published and not pinned, next victim first
+        self._pins: dict[Entry, int] = {}  # number of readers, of entries that are being read
         self._writing: dict[Key, WriteGrant] = {}
         self._victims: dict[Key, Entry] = {}  # victims of the grants in _writing
         self._leaving = 0  # number of entries that are unreachable, but still pinned
@@ -150,23 +146,23 @@ class TierIndex:
         self._corrupt = corrupt
         if tracer is not None:
             tracer.backed(name, name, 1)
-            for slot in self._slots.values():
-                self._trace_found(tracer, slot.entry)
+            for entry in self._published.values():
+                self._trace.found(entry)
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return len(self._published)
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._slots
+        return key in self._published
 
     def __iter__(self) -> Iterator[Key]:
         """Published keys, in no particular order."""
-        return iter(self._slots)
+        return iter(self._published)
 
     @property
     def entries(self) -> Iterable[Entry]:
         """Published entries, in no particular order."""
-        return (slot.entry for slot in self._slots.values())
+        return self._published.values()
 
     @property
     def next_serial(self) -> int:
@@ -176,13 +172,11 @@ class TierIndex:
     @property
     def traced(self) -> bool:
         """Whether a tracer records its grants, pins and keys."""
-        return self._tracer is not None
+        return self._trace.tracer is not None
 
     def access(self, entry: Entry, *, write: bool) -> Access:
-        """The access to an entry, for a tracer. The tracer sees the tier as a memory, and the entry as one byte of
-        it.
-        """
-        return Access(self.name, entry.serial, entry.serial + 1, write)
+        """The access to an entry, for a tracer: the entry is one byte of a memory with the tier's name."""
+        return self._trace.access(entry, write=write)
 
     def accesses(self, grant: WriteGrant) -> list[Access]:
         """The accesses of a write: it deletes the grant's victim and makes the grant's entry."""
@@ -193,16 +187,13 @@ class TierIndex:
     @property
     def stats(self) -> TierStats:
         """The current counts."""
-        return TierStats(len(self._slots), len(self._slots) * self._entry_bytes, self._evictions, self._corrupt)
+        return TierStats(len(self._published), len(self._published) * self._entry_bytes, self._evictions, self._corrupt)
 
     def lookup(self, keys: Sequence[Key]) -> int:
         """Number of leading `keys` that are published, without a gap. Read-only: it neither pins entries nor changes
         their order (hazard H26).
         """
-        for count, key in enumerate(keys):
-            if key not in self._slots:
-                return count
-        return len(keys)
+        return next((count for count, key in enumerate(keys) if key not in self._published), len(keys))
 
     def touch(self, keys: Sequence[Key]) -> None:
         """Mark `keys` as just used, in reverse order; absent keys are skipped.
@@ -225,18 +216,16 @@ class TierIndex:
 
         Raises InvariantError, and pins nothing, if a key is not published: call `lookup` first.
         """
-        if self.lookup(keys) < len(keys):
+        if (held := self.lookup(keys)) < len(keys):
             raise InvariantError(
-                f"pin of {len(keys)} keys of the {self.name} tier, which holds only the first {self.lookup(keys)}: "
-                f"look up first"
+                f"pin of {len(keys)} keys of the {self.name} tier, which holds only the first {held}: look up first"
             )
-        slots = tuple(self._slots[key] for key in keys)
-        for slot in slots:
-            slot.pins += 1
-            self._idle.pop(slot.entry.key, None)  # rule: pinned-entry-is-not-evicted
-        if self._tracer is not None:
-            self._tracer.shared(self.name, [slot.entry.serial for slot in slots])
-        return ReadLease(self, slots)
+        entries = tuple(self._published[key] for key in keys)
+        for entry in entries:
+            self._pins[entry] = self._pins.get(entry, 0) + 1
+            self._idle.pop(entry.key, None)  # rule: pinned-entry-is-not-evicted
+        self._trace.shared(entries)
+        return ReadLease(self, entries)
 
     def reserve(self, key: Key) -> WriteGrant | None:
         """The right to write `key`, with space for the entry. None if `key` is published or being written already.
@@ -244,17 +233,15 @@ class TierIndex:
         If there is no space, the least recently used entry that is not pinned is evicted at once, and the grant's write
         deletes it. Raises TierFull, and evicts nothing, if every entry is being read or written.
         """
-        if key in self._slots or key in self._writing:  # rule: key-is-written-by-one-at-a-time
+        if key in self._published or key in self._writing:  # rule: key-is-written-by-one-at-a-time
             return None
         grant = WriteGrant(Entry(key, self._next_serial), self._make_room())
         self._next_serial += 1  # rule: each-write-has-its-own-serial
         self._writing[key] = grant
+        self._trace.took(grant.entry)
         if grant.victim is not None:
             self._victims[key] = grant.victim
-        if self._tracer is not None:
-            self._tracer.took(self.name, [grant.entry.serial], ())
-            if grant.victim is not None:
-                self._tracer.shared(self.name, [grant.victim.serial])
+            self._trace.shared([grant.victim])
         return grant
 
     def publish(self, grant: WriteGrant) -> None:
@@ -270,17 +257,13 @@ class TierIndex:
         if grant.void:  # rule: write-from-before-a-reset-publishes-nothing
             self.abandon(grant)
             return
-        if self._tracer is not None:
-            self._tracer.published(self.name, grant.entry.serial, grant.entry.key)
+        self._trace.published(grant.entry)
         self._end(grant)
-        self._slots[grant.entry.key] = self._idle[grant.entry.key] = _Slot(grant.entry)
-        if self.key_log is not None:
-            self.key_log.stored((grant.entry.key,))
+        self._make_findable(grant.entry)
 
     def abandon(self, grant: WriteGrant) -> None:
-        """End a grant without a findable entry (H9), because its write failed, never ran, or is no longer needed.
-
-        Call it only after the fence of the write, or if the write was never submitted.
+        """End a grant without a findable entry (H9), because its write failed, never ran, or is no longer needed. Call
+        it only after the fence of the write, or if the write was never submitted.
         """
         self._end(grant)
         if grant.written:  # rule: abandoned-grant-leaves-no-file
@@ -289,31 +272,26 @@ class TierIndex:
             self._doomed.append(grant.victim)
 
     def forget(self, entry: Entry) -> None:
-        """Drop an entry whose read failed, and count it as corrupt. Does nothing if the entry was dropped already, even
-        if its key was written again.
-        """
-        slot = self._slots.get(entry.key)
-        if slot is not None and slot.entry == entry:  # rule: newer-write-survives-a-failed-read-of-an-older
+        """Drop an entry whose read failed, and count it as corrupt, unless it was dropped already."""
+        if self._published.get(entry.key) == entry:  # rule: newer-write-survives-a-failed-read-of-an-older
             self._corrupt += 1
-            self._retire(slot)
+            self._retire(entry)
 
     def clear(self) -> None:
         """Drop every entry: no key can be found afterwards, not even a key that is being written now (H8).
 
-        Later writes delete the entries from the medium; `close` of the tier deletes those that remain. After kill -9,
-        the next open finds them again. This is harmless, because their content still matches their keys.
+        Later writes, and `close` of the tier, delete the entries from the medium. After kill -9, the next open finds
+        them again, which is harmless: their content still matches their keys.
         """
         if self.prefix_pins is not None:
             self.prefix_pins.clear()
-        self.drop([*self._slots, *self._writing])
+        self.drop([*self._published, *self._writing])
 
     def drop(self, keys: Iterable[Key]) -> None:
-        """Drop the entries of these keys, as `clear` does for all keys: none of the keys can be found afterwards, not
-        even a key that is being written now.
-        """
+        """Drop the entries of these keys, as `clear` does for all keys."""
         for key in keys:
-            if (slot := self._slots.get(key)) is not None:
-                self._retire(slot)  # rule: reset-drops-entries
+            if (entry := self._published.get(key)) is not None:
+                self._retire(entry)  # rule: reset-drops-entries
             if (grant := self._writing.get(key)) is not None:
                 grant.void = True  # rule: reset-reaches-writes-in-flight
 
@@ -327,24 +305,47 @@ class TierIndex:
         self._next_serial = next_serial
         own = set(self.entries)
         for entry in own.difference(kept):  # rule: only-entries-of-all-ranks-are-found
-            self._retire(self._slots[entry.key])
+            self._retire(entry)
         for entry in sorted(set(of_others).difference(own, kept), key=lambda entry: entry.serial):
-            if self._tracer is not None:
-                self._trace_found(self._tracer, entry)
-                self._tracer.forgot(self.name, [entry.serial])
+            self._trace.found(entry)
+            self._trace.forgot(entry)
             self._doomed.append(entry)  # rule: entry-of-another-rank-only-is-deleted
+
+    def learn(self, entries: Iterable[Entry]) -> None:
+        """Make entries findable that another process has written, each as the most recently used one.
+
+        Keys that are published or being written here are skipped, and all entries beyond the capacity.
+        """
+        for entry in entries:
+            if self._num_held >= self.max_entries:  # rule: learned-entries-stay-within-the-capacity
+                return
+            if entry.key in self._published or entry.key in self._writing:  # rule: own-write-of-a-key-is-kept
+                continue
+            self._trace.found(entry)
+            self._make_findable(entry)
+
+    def unlearn(self, keys: Iterable[Key]) -> None:
+        """Drop the entries of these keys, which another process has deleted: unlike after `drop`, nothing deletes them
+        again, except those that are being read now. Absent keys are skipped.
+        """
+        for key in keys:
+            if (entry := self._published.get(key)) is not None:
+                self._retire(entry, on_medium=False)  # rule: vanished-entry-is-forgotten
 
     def take_doomed(self) -> list[Entry]:
         """Return and remove all doomed entries, which the owner deletes when it closes the tier."""
-        doomed = list(self._doomed)
-        self._doomed.clear()
+        doomed, self._doomed = list(self._doomed), deque()
         return doomed
+
+    @property
+    def _num_held(self) -> int:
+        return len(self._published) + len(self._writing) + self._leaving  # all that take space but doomed ones
 
     def _make_room(self) -> Entry | None:
         """The victim of the next grant; None if there is space without deleting an entry."""
         if self._doomed:  # rule: doomed-entries-are-deleted
             return self._doomed.popleft()
-        if len(self._slots) + len(self._writing) + self._leaving < self.max_entries:
+        if self._num_held < self.max_entries:
             return None
         if not self._idle:
             raise TierFull(
@@ -354,54 +355,87 @@ class TierIndex:
         self._evictions += 1
         if self.prefix_pins is not None and self.prefix_pins.held:
             self.prefix_pins.pass_over(self._idle)
-        key, slot = self._idle.popitem(last=False)  # rule: least-recently-used-entry-is-evicted-first
-        del self._slots[key]
-        if self._tracer is not None:
-            self._tracer.forgot(self.name, [slot.entry.serial])
-        if self.key_log is not None:
-            self.key_log.removed((key,))
+        key, entry = self._idle.popitem(last=False)  # rule: least-recently-used-entry-is-evicted-first
+        self._hide(entry)
         for on_evict in self.on_evict:
             on_evict((key,))
-        return slot.entry
+        return entry
 
     def _end(self, grant: WriteGrant) -> None:
         if self._writing.get(grant.entry.key) is not grant:
             raise InvariantError(f"grant of {grant.entry.key.hex()} in the {self.name} tier ended twice")
         del self._writing[grant.entry.key]  # rule: grant-ends
         victim = self._victims.pop(grant.entry.key, None)
-        if self._tracer is not None:
-            ended = [grant.entry] if victim is None else [grant.entry, victim]
-            self._tracer.released(self.name, [entry.serial for entry in ended], ())
+        self._trace.released([grant.entry] if victim is None else [grant.entry, victim])
 
-    def _retire(self, slot: _Slot) -> None:
-        del self._slots[slot.entry.key]
-        slot.retired = True  # rule: dropped-entry-is-marked
-        if self._tracer is not None:
-            self._tracer.forgot(self.name, [slot.entry.serial])
+    def _make_findable(self, entry: Entry) -> None:
+        self._published[entry.key] = self._idle[entry.key] = entry
         if self.key_log is not None:
-            self.key_log.removed((slot.entry.key,))
-        if slot.pins:  # rule: pinned-entry-is-not-deleted-by-a-reset
+            self.key_log.stored((entry.key,))
+
+    def _hide(self, entry: Entry) -> None:
+        del self._published[entry.key]
+        self._trace.forgot(entry)
+        if self.key_log is not None:
+            self.key_log.removed((entry.key,))
+
+    def _retire(self, entry: Entry, *, on_medium: bool = True) -> None:
+        self._hide(entry)
+        if entry in self._pins:  # rule: pinned-entry-is-not-deleted-by-a-reset
             self._leaving += 1
-        else:
-            del self._idle[slot.entry.key]  # rule: idle-entry-leaves-the-idle-list
-            self._doomed.append(slot.entry)
+            return
+        del self._idle[entry.key]  # rule: idle-entry-leaves-the-idle-list
+        if on_medium:
+            self._doomed.append(entry)
 
-    def _trace_found(self, tracer: Tracer, entry: Entry) -> None:
-        """Tell the tracer about an entry that an earlier process wrote."""
-        tracer.took(self.name, [entry.serial], ())
-        tracer.host_touched(lambda: [self.access(entry, write=True)], f"found on {self.name}")
-        tracer.published(self.name, entry.serial, entry.key)
-        tracer.released(self.name, [entry.serial], ())
-
-    def _unpin(self, slots: tuple[_Slot, ...]) -> None:
-        if self._tracer is not None:
-            self._tracer.released(self.name, [slot.entry.serial for slot in slots], ())
-        for slot in reversed(slots):  # reversed, so that the first key becomes the most recently used: see `touch`
-            slot.pins -= 1  # rule: reader-ends-its-own-pin
-            if slot.pins:  # rule: entry-is-idle-after-its-last-reader
+    def _unpin(self, entries: tuple[Entry, ...]) -> None:
+        self._trace.released(entries)
+        for entry in reversed(entries):  # reversed, so that the first key becomes the most recently used: see `touch`
+            self._pins[entry] -= 1  # rule: reader-ends-its-own-pin
+            if self._pins[entry]:  # rule: entry-is-idle-after-its-last-reader
                 continue
-            if slot.retired:  # rule: dropped-entry-stays-dropped
-                self._leaving -= 1
-                self._doomed.append(slot.entry)
+            del self._pins[entry]
+            if self._published.get(entry.key) == entry:  # rule: dropped-entry-stays-dropped
+                self._idle[entry.key] = entry
             else:
-                self._idle[slot.entry.key] = slot
+                self._leaving -= 1
+                self._doomed.append(entry)
+
+
+class _Trace:
+    """Events of a tier's entries for a tracer; None: no tracer."""
+
+    def __init__(self, tracer: Tracer | None, name: str) -> None:
+        self.tracer = tracer
+        self._name = name
+
+    def access(self, entry: Entry, *, write: bool) -> Access:
+        return Access(self._name, entry.serial, entry.serial + 1, write)
+
+    def took(self, entry: Entry) -> None:
+        if self.tracer is not None:
+            self.tracer.took(self._name, [entry.serial], ())
+
+    def shared(self, entries: Sequence[Entry]) -> None:
+        if self.tracer is not None:
+            self.tracer.shared(self._name, [entry.serial for entry in entries])
+
+    def released(self, entries: Sequence[Entry]) -> None:
+        if self.tracer is not None:
+            self.tracer.released(self._name, [entry.serial for entry in entries], ())
+
+    def published(self, entry: Entry) -> None:
+        if self.tracer is not None:
+            self.tracer.published(self._name, entry.serial, entry.key)
+
+    def forgot(self, entry: Entry) -> None:
+        if self.tracer is not None:
+            self.tracer.forgot(self._name, [entry.serial])
+
+    def found(self, entry: Entry) -> None:
+        """An entry that another process wrote, before or since this one opened the tier."""
+        if self.tracer is not None:
+            self.took(entry)
+            self.tracer.host_touched(lambda: [self.access(entry, write=True)], f"found on {self._name}")
+            self.published(entry)
+            self.released([entry])
