@@ -53,6 +53,7 @@ RARE = frozenset(
         "--kv-events-topic",
         "--kv-events-encoding",
         "--load-deadline",
+        "--offload-tiers",
         "--salt",
         "--state-memory",
         "--state-interval",

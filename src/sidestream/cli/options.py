@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -264,6 +265,15 @@ _OffloadDiskCapacity = Annotated[
     str | None,
     _offload("--offload-disk-capacity", "Maximum size of the directory.", "SIZE", str(_OFFLOAD.disk_capacity)),
 ]
+_OffloadTiers = Annotated[
+    str | None,
+    _offload(
+        "--offload-tiers",
+        'Further tiers, such as {"redis": {"url": "redis://host"}}: JSON, or a file with it.',
+        "JSON|FILE",
+        "none",
+    ),
+]
 _LoadDeadline = Annotated[
     float | None,
     _offload(
@@ -305,10 +315,11 @@ def engine_config(
     offload_host: _OffloadHost = None,
     offload_disk: _OffloadDisk = None,
     offload_disk_capacity: _OffloadDiskCapacity = None,
+    offload_tiers: _OffloadTiers = None,
     load_deadline: _LoadDeadline = None,
     watchdog_timeout: _WatchdogTimeout = _ENGINE.watchdog_timeout_s,
 ) -> EngineConfig:
-    """The engine's config. Offload is on when `offload_host` or `offload_disk` is given. Raises ConfigError."""
+    """The engine's config. Offload is on when any tier is given. Raises ConfigError."""
     return EngineConfig(
         dtype=dtype,
         device=device,
@@ -331,7 +342,7 @@ def engine_config(
         watchdog_timeout_s=watchdog_timeout,
         speculative=_speculative_config(speculative, max_drafts, max_draft_slowdown, draft_head, draft_model),
         generation_config=generation_config,
-        offload=_offload_config(offload_host, offload_disk, offload_disk_capacity, load_deadline),
+        offload=_offload_config(offload_host, offload_disk, offload_disk_capacity, offload_tiers, load_deadline),
     )
 
 
@@ -367,13 +378,13 @@ def _speculative_config(
 
 
 def _offload_config(
-    host: str | None, disk: Path | None, disk_capacity: str | None, load_deadline_s: float | None
+    host: str | None, disk: Path | None, disk_capacity: str | None, tiers: str | None, load_deadline_s: float | None
 ) -> OffloadConfig | None:
     if disk_capacity is not None and disk is None:
         raise ConfigError(
             f"--offload-disk-capacity is {disk_capacity}, but nothing is kept on disk: give --offload-disk DIR too"
         )
-    if host is None and disk is None:
+    if host is None and disk is None and tiers is None:
         if load_deadline_s is not None:
             raise ConfigError(
                 f"--load-deadline is {load_deadline_s:g}, but offload is off: "
@@ -381,11 +392,27 @@ def _offload_config(
             )
         return None
     return OffloadConfig(
+        tiers={} if tiers is None else _tiers(tiers),
         host=_OFFLOAD.host if host is None else host,
         disk=disk,
         disk_capacity=_OFFLOAD.disk_capacity if disk_capacity is None else disk_capacity,
         load_deadline_s=_OFFLOAD.load_deadline_s if load_deadline_s is None else load_deadline_s,
     )
+
+
+def _tiers(text: str) -> dict[str, dict[str, Any]]:
+    """The options of tiers, by name. Messages do not repeat the text: it may hold a password."""
+    try:
+        tiers = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"--offload-tiers names a file that cannot be read ({error.strerror}): give JSON, or a file"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"--offload-tiers is no JSON: {error}") from None
+    if not isinstance(tiers, dict) or not all(isinstance(options, dict) for options in tiers.values()):
+        raise ConfigError('--offload-tiers has no options by name: give {"NAME": {"OPTION": VALUE}}')
+    return tiers
 
 
 def sampling_params(

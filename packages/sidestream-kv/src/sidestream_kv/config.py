@@ -94,7 +94,7 @@ class OffloadConfig:
     disk: str | Path | None = None
     disk_capacity: int | str = "10GiB"
     load_deadline_s: float = 10.0
-    tiers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    tiers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)  # a URL may hold a password
 
     def __post_init__(self) -> None:
         parse_bytes(self.host, option="offload host")

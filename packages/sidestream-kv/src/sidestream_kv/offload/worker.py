@@ -8,6 +8,7 @@ for the other. The commands cause these transfers:
     load         host slots → device blocks     after the last use of the blocks (H3); fences for each group of layers
     TIER-write   host slots → persistent tier   after the fence of the store
     TIER-read    persistent tier → host slots   for requests that wait
+    TIER-find    which blocks has another process stored there? copies nothing
 
 docs/glossary.md lists the hazards. A failed transfer counts as a cache miss: its blocks do not become findable (H9),
 its leases of slots end, and the request computes the tokens again. The thread shares the GIL with the engine thread, so
@@ -28,8 +29,8 @@ from sidestream_kv.offload.loads import Loads, TransferContext
 from sidestream_kv.offload.pacing import Copy, Lane
 from sidestream_kv.offload.stores import Stores
 from sidestream_kv.offload.tickets import Command, Forget, StoreAgain, SubmitPlans, WorkerFailed
-from sidestream_kv.offload.tier_io import Promotions, TierIO
-from sidestream_kv.types import HOST, Fence, LoadPlan, PromotePlan, StorePlan
+from sidestream_kv.offload.tier_io import Finds, Promotions, TierIO
+from sidestream_kv.types import HOST, Fence, FindPlan, LoadPlan, PromotePlan, StorePlan
 
 # Pause between two turns while there is more work. It lets the engine thread run: a thread that waits for the GIL needs
 # about 50 us to wake up, and must then find the GIL free. If the link has little work, the shorter pause is used, which
@@ -80,7 +81,14 @@ class OffloadWorker:
         self._stores = Stores(context, self._to_host, self._io)
         self._loads = Loads(context, self._to_device)
         self._promotions = Promotions(context, self._io)
-        self._parts: tuple[_Part, ...] = (self._stores, self._loads, self._promotions, *self._io.values())
+        self._finds = Finds(context)
+        self._parts: tuple[_Part, ...] = (
+            self._stores,
+            self._loads,
+            self._promotions,
+            self._finds,
+            *self._io.values(),
+        )
 
     @property
     def num_reads(self) -> dict[str, int]:
@@ -127,6 +135,7 @@ class OffloadWorker:
         for io in self._io.values():
             io.finish_writes()
         self._promotions.finish_reads()
+        self._finds.finish()
         self._take_commands()  # rule: last-submitted-transfers-are-dropped-at-close
         if self._switches.abandoned:
             self._drop()  # rule: transfers-are-dropped
@@ -159,12 +168,12 @@ class OffloadWorker:
                 self._forget(command)
 
     def _submit(self, command: SubmitPlans) -> int:
-        """Queue the plans. Returns the number of blocks to load and to promote. Loads are queued first, because they
-        lease slots whose blocks the other plans might evict.
+        """Queue the plans. Returns the number of blocks to load, to promote and to find. Loads are queued first,
+        because they lease slots whose blocks the other plans might evict.
         """
         plans = command.plans
         # rule: received-job-is-unsettled
-        stores_and_loads = (job_id for job_id, plan in plans if not isinstance(plan, PromotePlan))
+        stores_and_loads = (job_id for job_id, plan in plans if isinstance(plan, StorePlan | LoadPlan))
         self._unsettled.opened(stores_and_loads, last=plans[-1][0])
         for job_id, plan in plans:
             if isinstance(plan, LoadPlan):
@@ -172,7 +181,9 @@ class OffloadWorker:
         # rule: disk-read-has-the-generation-of-its-submission
         self._promotions.submit([plan for _, plan in plans if isinstance(plan, PromotePlan)], command.generation)
         for job_id, plan in plans:
-            if isinstance(plan, StorePlan):
+            if isinstance(plan, FindPlan):
+                self._finds.submit(plan)
+            elif isinstance(plan, StorePlan):
                 self._stores.submit(
                     job_id, plan, command.generation
                 )  # rule: store-has-the-generation-of-its-submission
@@ -193,6 +204,7 @@ class OffloadWorker:
                 self._stores.invalidate(keys)
                 for io in self._io.values():
                     io.invalidate(keys)
+        self._finds.forget()  # rule: dropped-entries-are-not-found-again
 
     def _begin_pieces(self, *, ahead: bool) -> bool:
         """Begin pieces for each lane that has nothing left to submit; with `ahead`, also for each lane that holds few
@@ -237,7 +249,7 @@ class OffloadWorker:
         lanes = ((self._loads, self._to_device), (self._stores, self._to_host))
         hungry = [lane for part, lane in lanes if part.waiting and len(lane) < _CROWDED_LANE]
         more = bool(self._commands or self._ended_copies or hungry)
-        until_s = self._promotions.deadlines()
+        until_s = self._promotions.deadlines() + self._finds.deadlines()
         if more:
             until_s.append(self._clock() + (_SHORT_PAUSE_S if any(lane.runs_low for lane in hungry) else _PAUSE_S))
         if self._stores.growing:
@@ -248,5 +260,6 @@ class OffloadWorker:
     def _awaited(self) -> Iterator[Fence]:
         yield from self._to_host.awaited()
         yield from self._to_device.awaited()
+        yield from self._finds.awaited()
         for io in self._io.values():
             yield from io.awaited()

