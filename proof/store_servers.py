@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -74,6 +75,82 @@ class ValkeyServer:
         """End the process and remove its directory. Idempotent."""
         self.kill()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+class MooncakeServer:
+    """A master of Mooncake Store, and a process that lends it memory. They talk over TCP on this machine.
+
+    segment_bytes   memory of the store
+    """
+
+    def __init__(self, *, segment_bytes: int = 64 << 20) -> None:
+        from mooncake.store import MooncakeDistributedStore  # noqa: F401 - raises before a process is started
+
+        self.address = f"127.0.0.1:{_free_port()}"
+        port = self.address.rpartition(":")[2]
+        self.master = subprocess.Popen(
+            [str(_master()), "-rpc_port", port, "-rpc_address", "127.0.0.1", "-metrics_port", "0"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        _wait_until(lambda: _accepts(self.address), self.master)
+        self.lender = subprocess.Popen(
+            [sys.executable, "-c", _LENDER, self.address, str(segment_bytes)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        assert self.lender.stdout is not None
+        if self.lender.stdout.readline() != b"0\n":
+            self.close()
+            raise RuntimeError("no process can lend memory to Mooncake's master")
+
+    @staticmethod
+    def why_none() -> str | None:
+        """Why no server can be started; None: it can."""
+        if _master() is None:
+            return "needs the package mooncake: pip install 'sidestream-kv[mooncake]'"
+        done = subprocess.run([sys.executable, "-c", "import mooncake.store"], capture_output=True, check=False)
+        return "needs libibverbs1: apt-get install libibverbs1" if done.returncode else None
+
+    def close(self) -> None:
+        """End both processes. Idempotent."""
+        for process in (self.lender, self.master):
+            process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+
+
+_LENDER = """
+import sys, time
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+size = int(sys.argv[2])
+print(store.setup("127.0.0.1", "P2PHANDSHAKE", size, 16 << 20, "tcp", "", sys.argv[1]), flush=True)
+time.sleep(3600)
+"""
+
+
+def _master() -> Path | None:
+    spec = importlib.util.find_spec("mooncake")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    path = Path(spec.submodule_search_locations[0]) / "mooncake_master"
+    return path if path.exists() else None
+
+
+def _free_port() -> int:
+    with socket.socket() as end:
+        end.bind(("127.0.0.1", 0))
+        port: int = end.getsockname()[1]
+        return port
+
+
+def _accepts(address: str) -> bool:
+    host, _, port = address.partition(":")
+    with socket.socket() as end:
+        end.settimeout(1.0)
+        return end.connect_ex((host, int(port))) == 0
 
 
 def _valkey() -> str | None:

@@ -60,12 +60,12 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 # Lines of today, rounded up. A part that must grow first says what it makes unnecessary; a part that shrank gets a
 # lower bound.
 LINES = {
-    "sidestream_kv": 14_420,
+    "sidestream_kv": 14_620,
     "sidestream_order": 6_020,
     "sidestream": 44_100,
-    "proof": 20_560,
+    "proof": 20_600,
     "bench": 9_420,
-    "tests": 62_860,
+    "tests": 63_000,
 }
 
 

@@ -64,6 +64,20 @@ EQUIVALENT = (
         _ENGINE + "a_store_is_left_alone_after_a_failure",
         Never(),
     ),
+    _noticed(
+        "late-call-keeps-its-buffer",
+        "H10",
+        "a call that ended late writes into the buffer of another call",
+        _STORE + "a_late_call_of_mooncake_keeps_its_buffer_until_it_ends",
+        Rewrite("last.add_done_callback(lambda _: self._free.append(buffer))", "self._free.append(buffer)"),
+    ),
+    _noticed(
+        "calls-end-before-the-client",
+        "H10",
+        "the client is closed during a call that has timed out, and crashes",
+        _STORE + "a_late_call_of_mooncake_keeps_its_buffer_until_it_ends",
+        Rewrite("cancel_futures=True", "wait=False"),
+    ),
     # ------------------------------------------------------------------ questions
     _noticed(
         "request-asks-once",

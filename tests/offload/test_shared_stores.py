@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from proof.memory_store import MemoryStore
-from proof.store_servers import ValkeyServer
+from proof.store_servers import MooncakeServer, ValkeyServer
 from sidestream_kv.config import OffloadConfig
 from sidestream_kv.errors import ConfigError, TierCorrupt, TierError, TierFull
-from sidestream_kv.offload.tiers import store_tier
+from sidestream_kv.offload.tiers import mooncake, store_tier
 from sidestream_kv.offload.tiers.base import Entry, PersistentTier, TierContext
+from sidestream_kv.offload.tiers.mooncake import MooncakeStore
 from sidestream_kv.offload.tiers.stack import open_tiers, share_of_rank
 from sidestream_kv.offload.tiers.store_tier import StoreTier, value_bytes
 from sidestream_order import tier_conformance
@@ -23,6 +26,8 @@ from sidestream_order.tier_conformance import TierConformance, content, holds, k
 LAYOUT = tier_conformance._LAYOUT
 CONTEXT = TierContext(LAYOUT, "a model")
 WHY_NO_VALKEY = ValkeyServer.why_none()
+WHY_NO_MOONCAKE = MooncakeServer.why_none()
+needs_mooncake = pytest.mark.skipif(WHY_NO_MOONCAKE is not None, reason=str(WHY_NO_MOONCAKE))
 needs_valkey = pytest.mark.skipif(WHY_NO_VALKEY is not None, reason=str(WHY_NO_VALKEY))
 
 
@@ -60,6 +65,35 @@ class TestRedisTier(TierConformance):
     def damage(self, tier: PersistentTier, entry: Entry) -> None:
         client, (name,) = self.server.client(), self.server.client().keys(f"*:0-of-1:{entry.key.hex()}")
         client.setrange(name, client.strlen(name) - 1, bytes([client.get(name)[-1] ^ 1]))
+
+
+@pytest.fixture(scope="module")
+def mooncake_server() -> Iterator[MooncakeServer]:
+    server = MooncakeServer()
+    yield server
+    server.close()
+
+
+@needs_mooncake
+class TestMooncakeTier(TierConformance):
+    @pytest.fixture(autouse=True)
+    def _server(self, mooncake_server: MooncakeServer, request: pytest.FixtureRequest) -> None:
+        self.options = {"master": mooncake_server.address, "prefix": request.node.name}
+
+    def open(self, context: TierContext, *, capacity_blocks: int) -> PersistentTier:
+        capacity = capacity_blocks * value_bytes(context.layout)
+        (tier,) = open_tiers(
+            OffloadConfig(tiers={"mooncake": {**self.options, "capacity": capacity}}), context
+        ).values()
+        return tier
+
+    def damage(self, tier: PersistentTier, entry: Entry) -> None:
+        assert isinstance(tier, StoreTier)
+        assert isinstance(tier._store, MooncakeStore)
+        store, name = tier._store._store, tier._named(entry)[0]
+        value = store.get(name)
+        assert store.remove(name, True) == 0
+        assert store.put(name, value[:-1] + bytes([value[-1] ^ 1])) == 0
 
 
 @needs_valkey
@@ -242,3 +276,123 @@ def test_ranks_may_share_a_store_but_not_a_tier_that_cannot_tell_them_apart() ->
     assert share_of_rank(config, 1, 2).tiers == config.tiers
     with pytest.raises(ConfigError, match="tier sqlite cannot be used with 2 ranks"):
         share_of_rank(OffloadConfig(host=4096, tiers={"sqlite": {}}), 0, 2)
+
+
+# ---------------------------------------------------------------------- Mooncake
+
+
+def open_mooncake(**options: object) -> StoreTier:
+    (tier,) = open_tiers(OffloadConfig(tiers={"mooncake": options}), CONTEXT).values()
+    assert isinstance(tier, StoreTier)
+    return tier
+
+
+@needs_mooncake
+def test_mooncake_that_lies_or_is_full_costs_hits(mooncake_server: MooncakeServer) -> None:
+    tier = open_mooncake(master=mooncake_server.address, prefix="lies")
+    a, b = write(tier, "a"), write(tier, "b")
+    assert isinstance(tier._store, MooncakeStore)
+    store, (name, other) = tier._store._store, (tier._named(entry)[0] for entry in (a, b))
+    value, of_other = store.get(name), store.get(other)
+    for wrong in (of_other, value[:80] + of_other[80:], value[:-1], value + b"x", value[:40]):
+        assert store.remove(name, True) == 0
+        assert store.put(name, wrong) == 0
+        assert reads_as_corrupt(tier, a)
+        assert store.is_exist(name) == 0
+        assert store.put(name, value) == 0
+    assert holds(tier, "a")
+    assert store.put("filler", bytes(100 << 20)) < 0  # more than there is
+    assert holds(tier, "b")
+    tier.close()
+
+
+@needs_mooncake
+def test_mooncake_that_stalls_costs_a_timeout(mooncake_server: MooncakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that lends memory stops, and goes on later."""
+    now, out = 0.0, np.zeros(LAYOUT.block_bytes, np.uint8)
+    monkeypatch.setattr(store_tier.time, "monotonic", lambda: now)
+    tier = open_mooncake(master=mooncake_server.address, prefix="stall", timeout_s=0.3)
+    entries = [write(tier, name) for name in ("a", "b")]
+    mooncake_server.lender.send_signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(TierError, match=r"did not answer within 0\.3 s"):
+            tier.read(entries[0], out)
+        with pytest.raises(TierError, match="left alone"):
+            tier.read(entries[1], out)
+    finally:
+        mooncake_server.lender.send_signal(signal.SIGCONT)
+    now += store_tier.PAUSE_S
+    assert holds(tier, "a")
+    tier.close()
+
+
+@needs_mooncake
+def test_mooncake_whose_master_dies_costs_hits() -> None:
+    server = MooncakeServer()
+    try:
+        tier = open_mooncake(master=server.address)
+        entry = write(tier, "a")
+        server.close()
+        for call in (lambda: tier.find([key("a")]), lambda: tier.read(entry, np.zeros(LAYOUT.block_bytes, np.uint8))):
+            with pytest.raises(TierError):
+                call()
+        tier.close()
+    finally:
+        server.close()
+
+
+@needs_mooncake
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "has no master: give its address"),
+        ({"master": "h:1", "segments": "1GiB"}, "no option of the tier mooncake segments; did you mean segment"),
+        ({"master": "h:1", "timeout_s": -1}, "mooncake timeout_s is -1: give a positive number"),
+    ],
+)
+def test_wrong_options_of_mooncake_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_mooncake(**options)
+
+
+class StuckClient:
+    """A client of Mooncake whose reads end when they are told to."""
+
+    def __init__(self) -> None:
+        self.ends = threading.Event()
+        self.buffers: list[int] = []
+        self.reads = 0
+
+    def setup(self, *given: object) -> int:
+        return 0
+
+    def register_buffer(self, start: int, size: int) -> int:
+        return 0
+
+    def get_into(self, name: str, start: int, size: int) -> int:
+        self.buffers.append(start)
+        if name == "stuck":
+            self.reads += 1
+            assert self.ends.wait(30)
+            self.reads -= 1
+        return -704
+
+    def close(self) -> None:
+        self.closed_after_reads = not self.reads
+
+
+def test_a_late_call_of_mooncake_keeps_its_buffer_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = StuckClient()
+    monkeypatch.setattr(mooncake, "_package", lambda: lambda: client)
+    store = MooncakeStore("m:1", host="h", segment_bytes=0, protocol="tcp", devices="", value_bytes=100, timeout_s=0.05)
+    head, block = bytearray(80), memoryview(bytearray(20))
+    with pytest.raises(TierError, match="did not answer"):
+        store.get("stuck", head, block)
+    assert [store.get("other", head, block) for _ in range(3)] == [-1] * 3
+    stuck, *others = client.buffers
+    assert stuck not in others
+    assert len(set(others)) == 1
+    threading.Timer(0.1, client.ends.set).start()
+    store.close()
+    assert client.closed_after_reads
+    assert len(store._free) == 2

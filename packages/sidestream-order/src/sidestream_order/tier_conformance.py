@@ -259,8 +259,9 @@ class TierConformance:
         writer, reader = pair
         assert list(reader.find([key("a")])) == []
         entries = [write(writer, name) for name in ("a", "b", "c")]
-        assert list(reader.find([key(name) for name in ("a", "b", "c", "d")])) == entries
-        assert list(reader.find([key("d"), key("a")])) in ([], entries[:1])
+        found = reader.find([key(name) for name in ("a", "b", "c", "d")])
+        assert [entry.key for entry in found] == [entry.key for entry in entries]
+        assert [entry.key for entry in reader.find([key("d"), key("a")])] in ([], [key("a")])
         assert [holds(reader, name) for name in ("a", "b", "c")] == [True] * 3
 
     def test_shared_tier_deletes_no_newer_write(self) -> None:
@@ -272,7 +273,7 @@ class TierConformance:
         new = write(second, "a")
         assert old.serial != new.serial
         first.delete([old])
-        assert holds(second, "a") or not reads_as_corrupt(first, old)
+        assert holds(second, "a")
         second.delete([new])
         assert reads_as_corrupt(second, new)
 
@@ -289,7 +290,7 @@ class TierConformance:
         assert list(zero.find([key("a")])) == []
         assert reads_as_corrupt(one, entry)
         write(one, "a", content("the other share"))
-        assert list(zero.find([key("a")])) == [entry]
+        assert [found.key for found in zero.find([key("a")])] == [entry.key]
         assert reads(zero, entry, "a")
         assert reads(one, entry, "the other share")
 

@@ -61,6 +61,12 @@ class EntryFormat:
             raise InvariantError(f"a key of a shared store has {KEY_BYTES} bytes, not {len(entry.key)}")
         return _FIELDS.pack(_MAGIC, FORMAT_VERSION, self.identity, entry.key, self.block_bytes, entry.serial)
 
+    def first_bytes(self, entry: Entry) -> bytes:
+        """The first bytes of this entry's value, which those of another write differ from. An entry that was found
+        without a look at its header has serial 0, and the same first bytes as every write of its key.
+        """
+        return self.fields(entry)[: _SERIAL.stop if entry.serial else _SERIAL.start]
+
     def header(self, entry: Entry, block: memoryview) -> bytes:
         """The complete header of an entry with these bytes."""
         fields = self.fields(entry)
@@ -68,8 +74,10 @@ class EntryFormat:
 
     def entry(self, key: Key, head: bytes | None) -> Entry | None:
         """The entry of a value under this key that begins with `head`; None: it is not a value of this key, model and
-        layout. Says nothing about the block.
+        layout. Says nothing about the block. If `head` is empty, the value was not looked at.
         """
+        if head == b"":
+            return Entry(key, 0)
         if head is None or len(head) != HEADER_BYTES:
             return None
         entry = Entry(key, int.from_bytes(head[_SERIAL], "little"))
@@ -78,7 +86,7 @@ class EntryFormat:
 
     def fault(self, key: Key, head: bytes, block: memoryview) -> str | None:
         """What is wrong with a value of the right length; None: it is the block of this key, to the last bit."""
-        if self.entry(key, head) is None:  # rule: value-is-of-its-key
+        if not head or self.entry(key, head) is None:  # rule: value-is-of-its-key
             return "has the header of another block, model or layout"
         if head[_FIELDS.size :] != _checksum(head[: _FIELDS.size], block):  # rule: every-bit-of-a-value-is-verified
             return "does not match its checksum"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,7 +16,7 @@ from sidestream_kv.config import OffloadConfig, parse_bytes, unknown_name
 from sidestream_kv.errors import ConfigError, TierError, TierFull
 from sidestream_kv.offload.tiers.base import TierContext, TierKind
 from sidestream_kv.offload.tiers.entry_format import HEADER_BYTES
-from sidestream_kv.offload.tiers.store_tier import StoreTier
+from sidestream_kv.offload.tiers.store_tier import StoreTier, seconds
 
 NAME = "redis"
 
@@ -149,24 +148,18 @@ def _open(config: OffloadConfig, context: TierContext) -> StoreTier | None:
     given = dict(options)
     url, prefix = given.pop("url", None), given.pop("prefix", "sidestream")
     capacity = parse_bytes(given.pop("capacity", "1TiB"), option="redis capacity")
-    timeout_s = _seconds(given.pop("timeout_s", 1.0), "timeout_s")
+    timeout_s = seconds(given.pop("timeout_s", 1.0), "redis timeout_s")
     ttl_s = given.pop("ttl_s", None)
     if given:
         raise ConfigError(unknown_name("option of the tier redis", next(iter(given)), _OPTIONS))
     if not isinstance(url, str):
         raise ConfigError("the tier redis has no url: give one, such as redis://127.0.0.1:6379/0")
-    store = RedisStore(url, timeout_s=timeout_s, ttl_s=None if ttl_s is None else _seconds(ttl_s, "ttl_s"))
+    store = RedisStore(url, timeout_s=timeout_s, ttl_s=None if ttl_s is None else seconds(ttl_s, "redis ttl_s"))
     store.check()
     return StoreTier(store, context, name=NAME, prefix=prefix, capacity_bytes=capacity)
 
 
 _OPTIONS = ("url", "prefix", "capacity", "timeout_s", "ttl_s")
-
-
-def _seconds(value: object, option: str) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
-        return value
-    raise ConfigError(f"redis {option} is {value!r}: give a positive number of seconds")
 
 
 KIND = TierKind(NAME, _open, ranks=True)

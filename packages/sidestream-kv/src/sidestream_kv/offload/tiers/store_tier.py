@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from sidestream_kv.errors import TierCorrupt, TierError, TierFull
+from sidestream_kv.errors import ConfigError, TierCorrupt, TierError, TierFull
 from sidestream_kv.kv.layout import BlockLayout
 from sidestream_kv.offload.tiers.base import Block, TierContext
 from sidestream_kv.offload.tiers.entry_format import HEADER_BYTES, EntryFormat
@@ -43,7 +44,7 @@ class ValueStore(Protocol):
     """
 
     def heads(self, names: Sequence[str]) -> Sequence[bytes | None]:
-        """The first HEADER_BYTES of each value; None: absent."""
+        """The first HEADER_BYTES of each value; empty: a value that was not looked at; None: absent."""
         ...
 
     def get(self, name: str, head: bytearray, block: memoryview) -> int:
@@ -154,8 +155,8 @@ class StoreTier:
         self._store.close()
 
     def _named(self, entry: Entry) -> tuple[str, bytes]:
-        """The name of an entry's value, and its first bytes, which no other write has."""
-        return self._own + entry.key.hex(), self._format.fields(entry)
+        """The name of an entry's value, and the first bytes that only its write has."""
+        return self._own + entry.key.hex(), self._format.first_bytes(entry)
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
@@ -170,6 +171,13 @@ class StoreTier:
             self._reason = str(error)
             self._resumes_s = time.monotonic() + PAUSE_S
             raise
+
+
+def seconds(value: object, option: str) -> float:
+    """`value`, a positive number of seconds. Raises ConfigError."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
+        return value
+    raise ConfigError(f"{option} is {value!r}: give a positive number of seconds")
 
 
 def value_bytes(layout: BlockLayout) -> int:
