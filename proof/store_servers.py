@@ -19,15 +19,17 @@ _PATIENCE_S = 20.0
 
 
 class ValkeyServer:
-    """A Valkey or Redis server that keeps nothing on disk. It listens on a Unix socket, whose URL is `url`.
+    """A Valkey or Redis server that keeps nothing on disk. Its URL is `url`.
 
     options   further options of the command, such as `("--maxmemory", "8mb")`
+    tcp       it listens on a port of this machine, not only on a Unix socket
     """
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str, tcp: bool = False) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="valkey-"))
+        self._port = _free_port() if tcp else 0
         self._options = options
-        self.url = f"unix://{self._directory}/socket"
+        self.url = f"redis://127.0.0.1:{self._port}/0" if tcp else f"unix://{self._directory}/socket"
         self.start()
 
     @staticmethod
@@ -44,7 +46,7 @@ class ValkeyServer:
         program, path = _valkey(), self._directory / "socket"
         assert program is not None
         path.unlink(missing_ok=True)
-        command = [program, "--port", "0", "--unixsocket", str(path), "--save", "", "--appendonly", "no"]
+        command = [program, "--port", str(self._port), "--unixsocket", str(path), "--save", "", "--appendonly", "no"]
         self.process = subprocess.Popen(
             [*command, "--dir", str(self._directory), *self._options],
             stdout=subprocess.DEVNULL,
@@ -84,8 +86,6 @@ class MooncakeServer:
     """
 
     def __init__(self, *, segment_bytes: int = 64 << 20) -> None:
-        from mooncake.store import MooncakeDistributedStore  # noqa: F401 - raises before a process is started
-
         self.address = f"127.0.0.1:{_free_port()}"
         port = self.address.rpartition(":")[2]
         self.master = subprocess.Popen(

@@ -62,10 +62,10 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 LINES = {
     "sidestream_kv": 14_620,
     "sidestream_order": 6_020,
-    "sidestream": 44_100,
+    "sidestream": 44_180,
     "proof": 20_600,
-    "bench": 9_420,
-    "tests": 63_000,
+    "bench": 9_560,
+    "tests": 63_120,
 }
 
 

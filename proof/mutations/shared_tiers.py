@@ -4,7 +4,7 @@ tests detect the removal of these rules.
 
 from __future__ import annotations
 
-from proof.mutations.operators import Delete, DropOperand, Never, Operator, Rewrite
+from proof.mutations.operators import Always, Delete, DropOperand, Never, Operator, Rewrite
 from proof.mutations.reasons import GIVES_UP
 from proof.mutations.tables import Equivalent, Exempt, Mutation
 
@@ -58,6 +58,12 @@ EQUIVALENT = (
         Rewrite("None not in each", "True"),
     ),
     _noticed(
+        "rank-has-its-part-of-a-store",
+        "H9",
+        "a rank of SGLang reads another rank's share of a block",
+        _STORE + "ranks_of_other_engines_meet_in_no_store",
+    ),
+    _noticed(
         "failed-store-is-left-alone",
         "H26",
         "each block of a prompt waits for a timeout of its own while the store stalls",
@@ -77,6 +83,13 @@ EQUIVALENT = (
         "the client is closed during a call that has timed out, and crashes",
         _STORE + "a_late_call_of_mooncake_keeps_its_buffer_until_it_ends",
         Rewrite("cancel_futures=True", "wait=False"),
+    ),
+    _noticed(
+        "hand-over-waits-for-its-blocks",
+        "H26",
+        "a replica is asked to load blocks that are not stored yet, and computes them",
+        _ENGINE + "a_hand_over_ends_when_the_store_holds_the_prompt",
+        Always(),
     ),
     # ------------------------------------------------------------------ questions
     _noticed(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from engine_rig import PATIENCE_S, Reply, Rig, prompts, serving
 
 from proof.memory_store import Call, MemoryStore
+from sidestream.errors import RequestRejected
+from sidestream.types import PrefixQuery
 from sidestream_kv.errors import TierError
 from sidestream_kv.offload import connector, tier_io
 from sidestream_kv.offload.tiers import store_tier
@@ -35,7 +38,7 @@ def fill(store: MemoryStore) -> None:
         rig.settle()
 
 
-def stored(reply: Reply) -> int:
+def stored_tokens(reply: Reply) -> int:
     return dict(reply.cached.by_tier).get("redis", 0)
 
 
@@ -62,7 +65,7 @@ def test_an_engine_finds_what_another_has_stored(store: MemoryStore, asynchronou
     fill(store)
     puts = store.calls.count("put")
     with serving(slots=24, store=store, asynchronous=asynchronous) as rig:
-        assert stored(rig.ask(PROMPT)) == REUSABLE
+        assert stored_tokens(rig.ask(PROMPT)) == REUSABLE
         rig.settle()
         assert store.calls.count("put") == puts + 2  # the blocks of the answer; those that were found stay as they are
         assert rig.counted("transfers_total", "redis-find", "done") == 1
@@ -74,7 +77,7 @@ def test_a_prompt_that_continues_a_found_one_finds_the_rest(store: MemoryStore) 
     with serving(slots=32, store=store) as first, serving(slots=32, store=store) as second:
         first.ask(PROMPT)
         first.settle()
-        assert stored(second.ask(PROMPT)) == REUSABLE
+        assert stored_tokens(second.ask(PROMPT)) == REUSABLE
         first.ask(longer)
         first.settle()
         assert second.ask(longer).cached.total == 48
@@ -101,7 +104,7 @@ def test_only_missing_blocks_are_asked_for(store: MemoryStore) -> None:
         assert asked() == 1  # the device held them, then the host
         rig.forget_device()
         rig.forget_host()
-        assert stored(rig.ask(PROMPT)) == REUSABLE
+        assert stored_tokens(rig.ask(PROMPT)) == REUSABLE
         assert asked() == 1  # its own blocks are known
         rig.ask([1, 2, 3])
         assert asked() == 1  # there is no complete block
@@ -140,7 +143,7 @@ def test_a_late_answer_serves_the_next_request(store: MemoryStore) -> None:
         rig.forget_host()
         gate.opened.set()
         rig.settle()
-        assert stored(rig.ask(PROMPT)) == REUSABLE
+        assert stored_tokens(rig.ask(PROMPT)) == REUSABLE
         assert store.calls.count("heads") == 2  # the first engine's, and the late one
 
 
@@ -272,3 +275,49 @@ def test_a_store_is_left_alone_after_a_failure(store: MemoryStore, monkeypatch: 
         assert rig.ask(PROMPT).cached.total == 0
         assert store.calls.count("get") <= 2  # one on each read stream
         assert rig.counted("transfers_total", "redis-read", "failed") == 7
+
+
+# ------------------------------------------------------------------ hand-overs
+
+
+def hand_over(rig: Rig, prompt: list[int]) -> int:
+    (stored,) = rig.engine.prefixes.run("hand_over_prefix", PrefixQuery.of(prompt), timeout_s=PATIENCE_S)
+    return stored.tokens
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_hand_over_ends_when_the_store_holds_the_prompt(store: MemoryStore) -> None:
+    with serving(slots=24, store=store) as first, serving(slots=24, store=store) as second:
+        store.on_call = gate = Gate("put")
+        first.ask(PROMPT, 1)
+        with ThreadPoolExecutor() as threads:
+            stored = threads.submit(hand_over, first, PROMPT)
+            assert gate.reached.wait(PATIENCE_S)
+            assert not stored.done()
+            gate.opened.set()
+            assert stored.result(PATIENCE_S) == REUSABLE
+        assert stored_tokens(second.ask(PROMPT)) == REUSABLE
+
+
+def test_a_failed_hand_over_says_how_much_was_stored_and_is_computed(store: MemoryStore) -> None:
+    """The prompt that was handed over in part is computed from there, and another one completely."""
+
+    def fail(called: Call) -> None:
+        if called == "put" and store.calls.count("put") > 3:
+            raise TierError("injected: the connection is lost")
+
+    with serving(slots=24, store=store) as first, serving(slots=24, store=store) as second:
+        store.on_call = fail
+        first.ask(PROMPT, 1)
+        assert hand_over(first, PROMPT) == 3 * 4
+        assert hand_over(first, [1, 2, 3]) == 0  # not a block
+        second.ask(PROMPT)
+        second.ask(PROMPT[:8] + PROMPT[9:])
+
+
+def test_a_hand_over_without_a_shared_store_is_refused() -> None:
+    with (
+        serving(slots=24) as rig,
+        pytest.raises(RequestRejected, match="no tier that engines share: start it with --offload-tiers"),
+    ):
+        hand_over(rig, PROMPT)

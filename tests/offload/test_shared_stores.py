@@ -14,6 +14,7 @@ import pytest
 from proof.memory_store import MemoryStore
 from proof.store_servers import MooncakeServer, ValkeyServer
 from sidestream_kv.config import OffloadConfig
+from sidestream_kv.connectors.tier_options import TierOptions
 from sidestream_kv.errors import ConfigError, TierCorrupt, TierError, TierFull
 from sidestream_kv.offload.tiers import mooncake, store_tier
 from sidestream_kv.offload.tiers.base import Entry, PersistentTier, TierContext
@@ -269,6 +270,18 @@ def test_ranks_find_a_block_that_all_of_them_hold() -> None:
     assert zero.find([key("a")]) == []
     write(one, "a")
     assert zero.find([key("a")]) == [entry]
+
+
+@needs_valkey
+def test_ranks_of_other_engines_meet_in_no_store(one_server: ValkeyServer) -> None:
+    """Each has a share of a block, under the same key."""
+    options = TierOptions(tiers={"redis": {"url": one_server.url}})
+    zero, one = (options.open(f"tp-{rank}-of-2", LAYOUT, "weights") for rank in range(2))
+    write(zero, "a")
+    assert holds(zero, "a")
+    assert not holds(one, "a")
+    zero.close()
+    one.close()
 
 
 def test_ranks_may_share_a_store_but_not_a_tier_that_cannot_tell_them_apart() -> None:

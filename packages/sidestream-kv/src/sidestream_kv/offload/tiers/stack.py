@@ -49,9 +49,11 @@ def register(kind: TierKind) -> None:
     _KINDS.append(kind)
 
 
-def names() -> tuple[str, ...]:
-    """Names of all known tiers, fastest first: the device, host memory, the persistent tiers."""
-    return (DEVICE, HOST, *(kind.name for kind in _KINDS))
+def names(*, stores: bool = True) -> tuple[str, ...]:
+    """Names of all known tiers, fastest first: the device, host memory, the persistent tiers. `stores`: also those in
+    stores that engines share, which most engines do not use.
+    """
+    return (DEVICE, HOST, *(kind.name for kind in _KINDS if stores or not kind.ranks))
 
 
 def open_tiers(config: OffloadConfig, context: TierContext) -> dict[str, PersistentTier]:
