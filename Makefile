@@ -128,6 +128,8 @@ bench: $(VENV)/.dev
 	mv bench/results/hybrid-qwen3-next-cpu.json.new bench/results/hybrid-qwen3-next-cpu.json
 	$(BIN)/python -m bench hybrid lfm2 falcon_h1 --json > bench/results/hybrid-lfm2-falcon-h1-cpu.json.new
 	mv bench/results/hybrid-lfm2-falcon-h1-cpu.json.new bench/results/hybrid-lfm2-falcon-h1-cpu.json
+	$(BIN)/python -m bench shared --json > bench/results/shared-stores-cpu.json.new
+	mv bench/results/shared-stores-cpu.json.new bench/results/shared-stores-cpu.json
 	$(BIN)/python -m bench self-check --device cpu --rounds 30 --json > bench/results/self-check-cpu.json.new
 	mv bench/results/self-check-cpu.json.new bench/results/self-check-cpu.json
 	$(BIN)/python -m proof torture --json > bench/results/torture-cpu.json.new
