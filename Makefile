@@ -15,7 +15,7 @@ RAY := .venv-ray
 VLLM := .venv-vllm
 SGLANG := .venv-sglang
 
-.PHONY: demo dev quick test test-all slow browser test-lowest test-newest test-ray test-vllm test-sglang test-gpu sanitize lint types imports docs unit bench bench-gpu tables figures clean always
+.PHONY: demo dev quick test test-all slow browser ibverbs test-lowest test-newest test-ray test-vllm test-sglang test-gpu sanitize lint types imports docs unit bench bench-gpu tables figures clean always
 
 demo: $(VENV)/.demo
 	$(BIN)/sidestream demo
@@ -71,6 +71,12 @@ browser:
 		timeout 300 sh -c 'apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq chromium' > /dev/null; } || \
 		echo "no Chromium: the tests of the page will be skipped; install it, for example by apt-get install chromium"
 
+# The library that Mooncake's package needs, for tests of the tier `mooncake`, which are skipped without it.
+ibverbs:
+	@ldconfig -p | grep -q libibverbs.so.1 || { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && \
+		timeout 300 sh -c 'apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq libibverbs1' > /dev/null; } || \
+		echo "no libibverbs1: the tests of Mooncake will be skipped; install it, for example by apt-get install libibverbs1"
+
 # The rooms that reach into other packages, with the lowest version of each that pyproject.toml allows. Left out is what takes long and
 # meets no package in a way that the rest does not: half of these rooms' time.
 WITH_LOWEST := cli server models engine ops attention grammar formats
@@ -122,6 +128,8 @@ bench: $(VENV)/.dev
 	mv bench/results/hybrid-qwen3-next-cpu.json.new bench/results/hybrid-qwen3-next-cpu.json
 	$(BIN)/python -m bench hybrid lfm2 falcon_h1 --json > bench/results/hybrid-lfm2-falcon-h1-cpu.json.new
 	mv bench/results/hybrid-lfm2-falcon-h1-cpu.json.new bench/results/hybrid-lfm2-falcon-h1-cpu.json
+	$(BIN)/python -m bench shared --json > bench/results/shared-stores-cpu.json.new
+	mv bench/results/shared-stores-cpu.json.new bench/results/shared-stores-cpu.json
 	$(BIN)/python -m bench self-check --device cpu --rounds 30 --json > bench/results/self-check-cpu.json.new
 	mv bench/results/self-check-cpu.json.new bench/results/self-check-cpu.json
 	$(BIN)/python -m proof torture --json > bench/results/torture-cpu.json.new

@@ -132,6 +132,16 @@ def prefix(
 
 
 @_command()
+def shared(
+    model: Model = DEMO_MODEL,
+    prompt_tokens: PromptTokens = 2000,
+    rounds: Annotated[int, count("--rounds", "Number of prompts; one engine computes each, another finds it.")] = 3,
+) -> Report:
+    """TTFT of a long prompt whose KV another engine has put into a shared store, divided by TTFT without any KV."""
+    return _served(model)
+
+
+@_command()
 def decode(
     context: typer.Context,
     model: Model = DEMO_MODEL,

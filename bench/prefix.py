@@ -37,15 +37,15 @@ def measure(model: str, *, prompt_tokens: int, rounds: int, on_progress: Callabl
             "offload": {"host": "2GiB", "disk": str(Path(scratch) / "kv"), "disk_capacity": "2GiB"},
         }
         with ChildEngine(path, options) as engine:
-            cold = _run_each(engine, prompts, lambda number: on_progress(f"cold {number} of {rounds}"))
-            host = _run_each(engine, prompts, lambda number: on_progress(f"from host memory {number} of {rounds}"))
+            cold = run_each(engine, prompts, lambda number: on_progress(f"cold {number} of {rounds}"))
+            host = run_each(engine, prompts, lambda number: on_progress(f"from host memory {number} of {rounds}"))
         with ChildEngine(path, options) as engine:
-            disk = _run_each(
+            disk = run_each(
                 engine, prompts, lambda number: on_progress(f"from disk, fresh process, {number} of {rounds}")
             )
-    _check("cold", cold, lambda run: run.reused == 0)
-    _check("host memory", host, lambda run: run.host > 0.95 * prompt_tokens)
-    _check("disk", disk, lambda run: run.disk > 0.95 * prompt_tokens)
+    check_source("cold", cold, lambda run: run.reused == 0)
+    check_source("host memory", host, lambda run: run.host > 0.95 * prompt_tokens)
+    check_source("disk", disk, lambda run: run.disk > 0.95 * prompt_tokens)
     identical = sum(a.tokens == b.tokens == c.tokens for a, b, c in zip(cold, host, disk, strict=True))
     cold_s, host_s, disk_s = (median(run.ttft_s for run in runs) for runs in (cold, host, disk))
     return [
@@ -59,9 +59,10 @@ def measure(model: str, *, prompt_tokens: int, rounds: int, on_progress: Callabl
     ]
 
 
-def _run_each(
+def run_each(
     engine: ChildEngine, prompts: Sequence[Sequence[int]], on_progress: Callable[[int], None]
 ) -> list[PromptRun]:
+    """Run the prompts one after another, with the number of each as progress."""
     runs: list[PromptRun] = []
     for number, prompt in enumerate(prompts, start=1):
         on_progress(number)
@@ -69,7 +70,8 @@ def _run_each(
     return runs
 
 
-def _check(name: str, runs: list[PromptRun], expected: Callable[[PromptRun], bool]) -> None:
+def check_source(name: str, runs: list[PromptRun], expected: Callable[[PromptRun], bool]) -> None:
+    """Raise SidestreamError if the KV of a prompt came from another tier than the run `name` measures."""
     for run in runs:
         if not expected(run):
             raise SidestreamError(

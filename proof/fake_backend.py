@@ -219,6 +219,10 @@ class FakeBackend:
         """One block for each token, in the tier or on the device."""
         return {tier or "device": len(prompt)}
 
+    async def hand_over_prefix(self, prompt: Sequence[int], *, cache_salt: str = "") -> int:
+        """All tokens, at once."""
+        return len(prompt)
+
     async def pause(self) -> None:
         """Set `status`; no request waits."""
         self.status = Health("ok", "paused", True)

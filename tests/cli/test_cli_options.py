@@ -102,6 +102,29 @@ def test_offload_is_on_if_host_memory_or_a_disk_is_given() -> None:
     assert everything == OffloadConfig("2GiB", Path("kv"), "3GiB", 4)
 
 
+def test_tiers_are_given_as_json_or_in_a_file_that_keeps_their_passwords(tmp_path: Path) -> None:
+    text = '{"redis": {"url": "redis://:sesame@host"}}'
+    (tmp_path / "tiers").write_text(text)
+    for given in (text, str(tmp_path / "tiers")):
+        offload = engine_config(offload_tiers=given).offload
+        assert offload == OffloadConfig(tiers={"redis": {"url": "redis://:sesame@host"}})
+        assert "sesame" not in repr(offload)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("redis://:sesame@host", "--offload-tiers names a file that cannot be read (No such file or directory)"),
+        ('{"redis": "redis://:sesame@host"}', "--offload-tiers has no options by name: give {"),
+        ('{"redis": {"url": "redis://:sesame@host"}', "--offload-tiers is no JSON"),
+    ],
+)
+def test_tiers_that_are_no_json_are_refused_without_repeating_them(given: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)) as refused:
+        engine_config(offload_tiers=given)
+    assert "sesame" not in str(refused.value)
+
+
 def test_a_command_has_its_own_options_and_those_of_its_configs() -> None:
     seen = []
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from proof.faults import FaultyTier, Hold
+from proof.memory_store import MemoryStore
 from proof.tokenizer import ToyTokenizer
 from proof.toy import ToyModel
 from sidestream.client.front_end import OutputProcessor
@@ -25,6 +26,7 @@ from sidestream_kv.config import OffloadConfig
 from sidestream_kv.device.cpu import CpuDevice
 from sidestream_kv.device.host import HostFence, HostStream
 from sidestream_kv.offload.pacing import TO_DEVICE, TO_HOST
+from sidestream_kv.offload.tiers.base import PersistentTier, TierContext
 from sidestream_kv.offload.tiers.disk import DiskTier, entry_bytes
 
 PATIENCE_S = 20.0
@@ -109,7 +111,9 @@ class Reply:
 
 
 class Rig:
-    """`blocks` and `slots` are sizes of the device pool and of the host tier (0: no offload)."""
+    """`blocks` and `slots` are sizes of the device pool and of the host tier (0: no offload). `store`: there is a tier
+    in it.
+    """
 
     def __init__(
         self,
@@ -125,6 +129,7 @@ class Rig:
         write_policy: str = "all",
         proposer: Proposer | None = None,
         grammars: Any = None,
+        store: MemoryStore | None = None,
         **options: Any,
     ) -> None:
         self.model = model or ToyModel()
@@ -138,6 +143,9 @@ class Rig:
             self.disk = FaultyTier(
                 DiskTier.open(disk, layout=layout, fingerprint=self.model.fingerprint, capacity_bytes=capacity)
             )
+        tiers: dict[str, PersistentTier] = {"disk": self.disk} if self.disk is not None else {}
+        if store is not None:
+            tiers |= {"redis": store.tier(TierContext(layout, self.model.fingerprint))}
         sizes = {
             "block_tokens": layout.block_tokens,
             "chunk_tokens": 16,
@@ -150,7 +158,7 @@ class Rig:
             self.model,
             config,
             eos_ids=self.tokenizer.eos_ids,
-            tiers=None if self.disk is None else {"disk": self.disk},
+            tiers=tiers or None,
             proposer=proposer,
             grammars=grammars,
         )

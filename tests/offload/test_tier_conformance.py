@@ -1,4 +1,6 @@
-"""The disk tier and the example's tier against the contract, and the example's tier in an engine."""
+"""The disk tier and the example's tier against the contract, and the example's tier in an engine. tests/offload/
+test_shared_stores.py has the tiers that several engines share.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +118,7 @@ def test_registered_tier_serves_a_second_engine_and_is_counted(tmp_path: Path) -
     assert value("cached_tokens_total", "sqlite") == found[1]["sqlite"]
     assert value("transfers_total", "sqlite-read", "done") > 0
     assert value("tier_blocks", "sqlite") > 0
-    assert stack.names() == ("device", "host", "disk", "sqlite")
+    assert stack.names()[-1] == "sqlite"
 
 
 def test_adding_a_tier_changes_two_files(tmp_path: Path) -> None:
@@ -128,8 +130,8 @@ def test_adding_a_tier_changes_two_files(tmp_path: Path) -> None:
     source = source[: source.index("def main(")].replace("from sidestream_kv.offload.tiers.stack import register\n", "")
     (package / "offload/tiers/sqlite.py").write_text(source, encoding="utf-8")
     rows = package / "offload/tiers/stack.py"
-    text = rows.read_text(encoding="utf-8").replace("import disk\n", "import disk, sqlite\n")
-    rows.write_text(text.replace("[disk.KIND]", "[disk.KIND, sqlite.KIND]"), encoding="utf-8")
+    text = rows.read_text(encoding="utf-8").replace("import disk, ", "import disk, sqlite, ")
+    rows.write_text(text.replace("[disk.KIND, ", "[disk.KIND, sqlite.KIND, "), encoding="utf-8")
     changed = sorted(
         path.relative_to(package).as_posix()
         for path in package.rglob("*.py")
@@ -155,7 +157,9 @@ assert "torch" not in sys.modules
         text=True,
         check=False,
     )
-    assert ran.stdout.split() == ["device", "host", "disk", "sqlite", "sqlite"], ran.stderr
+    *known, opened = ran.stdout.split()
+    assert known[:4] == ["device", "host", "disk", "sqlite"], ran.stderr
+    assert opened == "sqlite"
 
 
 def test_unknown_tier_is_refused_with_the_nearest_known_name(tmp_path: Path) -> None:

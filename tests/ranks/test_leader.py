@@ -20,6 +20,7 @@ from sidestream.ranks.messages import Copy, End, Failed, Passed, Ready
 from sidestream.types import Delta
 from sidestream_kv.device.base import CopyBatch, WakeUp
 from sidestream_kv.device.cpu import CpuDevice
+from sidestream_kv.offload.tier_io import LocalWork
 
 
 class Sent:
@@ -85,6 +86,15 @@ def test_a_copy_waits_for_the_same_fences_on_every_rank(device: CpuDevice) -> No
     second.submit_copy(batch, 1, 2)
     second.submit_copy(batch, 1, 2)
     assert [message.after for message in sent.messages] == [(), (("store-0", 1),), ()]
+
+
+def test_a_question_to_a_store_is_asked_by_rank_0_only(device: CpuDevice) -> None:
+    joint, _, sent = rank_0(device)
+    answers: list[str] = []
+    fence = joint.worker("redis-find").submit(LocalWork(lambda: answers.append("found")), label="find blocks")
+    device.wait_host(fence, reason="test")
+    assert answers == ["found"]
+    assert sent.messages == []
 
 
 def test_work_that_other_ranks_cannot_run_is_refused(device: CpuDevice) -> None:

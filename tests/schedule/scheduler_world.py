@@ -23,7 +23,7 @@ from sidestream.types import BatchPlan, RowPlan, RowResult, StepPlan
 from sidestream_kv.kv.keys import BlockKeys
 from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.kv.pool import FencedPool
-from sidestream_kv.types import Fence, Key, LoadPlan, PromotePlan, RequestId, StorePlan, TransferPlan
+from sidestream_kv.types import Fence, FindPlan, Key, LoadPlan, PromotePlan, RequestId, StorePlan, TransferPlan
 
 VOCAB = 50
 NO_TOKEN = -1
@@ -125,6 +125,7 @@ class SimTiers:
     def __init__(self) -> None:
         self.where: dict[Key, Source] = {}
         self.worth = True
+        self.patience_s = 0.0
         self.left_s = 0.0
         self.on_their_way: list[Fence] = []
 
@@ -138,6 +139,9 @@ class SimTiers:
 
     def worth_loading(self, sources: Sequence[Source], *, num_blocks: int | None = None, num_partial: int = 0) -> bool:
         return self.worth
+
+    def find_patience(self, num_blocks: int) -> float:
+        return self.patience_s
 
     def seconds_left(self, request_id: int, epoch: int, *, step_s: float) -> float:
         return self.left_s
@@ -239,6 +243,7 @@ class World:
         self.draws = random.Random(seed)
         self.tickets: list[LoadTicket] = []
         self.promotions: list[PromotePlan] = []
+        self.questions: list[FindPlan] = []
         self.doomed: set[tuple[RequestId, int]] = set()
         self.fail_loads = False
         self.previous: LaunchedStep | None = None
@@ -296,6 +301,12 @@ class World:
             self.tiers.where.update(dict.fromkeys(plan.keys, "host"))
         self.scheduler.promoted(plan.request_id, plan.epoch, again=complete)
 
+    def answer(self, plan: FindPlan, *, found: int = 0) -> None:
+        """Another process had stored the first `found` of the blocks that were asked for."""
+        self.questions.remove(plan)
+        self.tiers.where.update(dict.fromkeys(plan.keys[:found], "disk"))
+        self.scheduler.promoted(plan.request_id, plan.epoch, again=True)
+
     def step(self, meanwhile: Callable[[], object] | None = None) -> StepPlan:
         """One turn of the engine's loop. `meanwhile` happens behind the launch, before the step before is committed."""
         self._apply_events()
@@ -327,6 +338,8 @@ class World:
             )
             for plan in list(self.promotions):
                 self.end_promotion(plan, complete=True)
+            for question in list(self.questions):
+                self.answer(question)
             self.step()
             steps += 1
         self.settle()
@@ -373,6 +386,8 @@ class World:
                     self._load(plan)
                 case PromotePlan():
                     self.promotions.append(plan)
+                case FindPlan():
+                    self.questions.append(plan)
                 case StorePlan():
                     raise AssertionError("stores come from commits")
 

@@ -8,7 +8,7 @@ from scheduler_world import World
 
 from sidestream.schedule.request import Request, State
 from sidestream.types import CachedTokens
-from sidestream_kv.types import LoadPlan, PromotePlan
+from sidestream_kv.types import FindPlan, LoadPlan, PromotePlan
 
 
 def test_blocks_in_the_host_tier_are_loaded_and_others_computed() -> None:
@@ -167,6 +167,60 @@ def test_no_request_is_preempted_for_one_that_waits_for_the_disk() -> None:
     assert states([lower, urgent]) == [State.RUNNING, State.LOADING]
     assert lower.epoch == 0
     world.run()
+
+
+def test_a_request_asks_once_for_blocks_that_no_tier_is_known_to_hold() -> None:
+    world = World()
+    world.tiers.patience_s = 0.02
+    request = world.submit(prompt(18))
+    keys = world.keys_of(request)[:4]
+    world.tiers.where = {keys[0]: "host"}
+    other = world.submit(prompt(3, beginning=11))
+    assert world.step().transfers == (FindPlan(request.id, 0, tuple(keys[1:]), 0.02),)
+    assert states([request, other]) == [State.LOADING, State.RUNNING]
+    assert (request.slot, request.blocks) == (None, None)
+    assert world.step().transfers == ()
+    world.answer(world.questions[0], found=2)
+    assert world.step().transfers == (PromotePlan(request.id, 0, tuple(keys[:3])),)
+    world.run()
+    assert request.cached == CachedTokens(host=4, disk=8)
+
+
+def test_no_question_about_blocks_that_a_running_request_computes() -> None:
+    world = World()
+    first = world.submit(prompt(18))
+    world.step()
+    world.tiers.patience_s = 0.02
+    second = world.submit(prompt(18))
+    assert world.step().transfers == ()
+    assert states([first, second]) == [State.RUNNING, State.WAITING]
+    world.run()
+    assert second.cached is not None
+    assert second.cached.device == 16
+    assert not second.has_asked
+
+
+def test_no_request_is_preempted_for_one_that_asks() -> None:
+    world = World(num_rows=2, num_blocks=8)
+    lower = world.submit(prompt(17), outputs=8, priority=1)
+    steps_until(world, lambda: lower.num_outputs > 0)
+    world.tiers.patience_s = 0.02
+    urgent = world.submit(prompt(18, beginning=21))
+    world.step()
+    assert states([lower, urgent]) == [State.RUNNING, State.LOADING]
+    world.run()
+
+
+def test_a_request_whose_load_failed_asks_no_more() -> None:
+    world = World()
+    request = world.submit(prompt(18))
+    world.tiers.where = dict.fromkeys(world.keys_of(request)[:4], "host")
+    world.fail_loads = True
+    world.step()
+    world.tiers.patience_s = 0.02
+    world.run()
+    assert request.epoch == 1
+    assert not request.has_asked
 
 
 def test_after_an_incomplete_promotion_a_request_does_not_wait_for_the_disk() -> None:

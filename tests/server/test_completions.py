@@ -372,3 +372,16 @@ def test_truncated_prompts_keep_their_last_tokens(limit: int, kept: int) -> None
         texts = [choice["text"] for choice in served.text(prompt=sent, echo=True, **given).json()["choices"]]
         assert texts == [sent[-kept:] + "Hello, world"]
         assert served.text(prompt=sent).json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_hand_over_is_told_after_the_answer_and_only_of_a_complete_reply(shared: Served) -> None:
+    asked = {"do_remote_decode": True, "remote_engine_id": None, "remote_block_ids": None, "remote_port": 1}
+    reply = shared.text(prompt=[65, 66, 67], max_tokens=1, kv_transfer_params=asked)
+    told = {"do_remote_decode": False, "do_remote_prefill": True, "stored_tokens": 3}
+    assert reply.json()["kv_transfer_params"] == told
+    passed_on = shared.chat(kv_transfer_params={**told, "remote_host": "h"})
+    assert passed_on.status_code == 200
+    assert "kv_transfer_params" not in passed_on.json()
+    refused = shared.text(stream=True, kv_transfer_params=asked)
+    assert refused.status_code == 400
+    assert "do_remote_decode and stream" in refused.json()["error"]["message"]

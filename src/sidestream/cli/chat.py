@@ -164,10 +164,11 @@ def _stats(llm: LLM) -> str:
 
     value = llm.metrics.value
     lines = [f"prompt tokens {value('prompt_tokens_total'):.0f}, output tokens {value('output_tokens_total'):.0f}"]
-    cached = (f"{value('cached_tokens_total', tier):.0f} {tier}" for tier in names())
+    known = [tier for tier in names() if tier in names(stores=False) or value("tier_blocks", tier)]
+    cached = (f"{value('cached_tokens_total', tier):.0f} {tier}" for tier in known)
     blocks = (f"{value(f'blocks_{state}'):.0f} {state}" for state in ("used", "cached", "free"))
     lines += [f"cached tokens: {', '.join(cached)}", f"device blocks: {', '.join(blocks)}"]
     if llm.config.offload is not None:
-        tiers = (f"{value('tier_blocks', tier):.0f} in {tier}" for tier in names()[1:])
+        tiers = (f"{value('tier_blocks', tier):.0f} in {tier}" for tier in known[1:])
         lines += [f"tier blocks: {', '.join(tiers)}"]
     return "\n".join(lines)

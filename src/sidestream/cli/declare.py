@@ -53,6 +53,7 @@ RARE = frozenset(
         "--kv-events-topic",
         "--kv-events-encoding",
         "--load-deadline",
+        "--offload-tiers",
         "--offload-write-policy",
         "--salt",
         "--state-memory",

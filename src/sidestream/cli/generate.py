@@ -121,7 +121,7 @@ def _as_json(llm: LLM, answer: Answer) -> dict[str, object]:
         "token_ids": answer.token_ids,
         "finish_reason": answer.finish_reason,
         "prompt_tokens": answer.prompt_tokens,
-        "cached": {tier: cached.by_tier.get(tier, 0) for tier in names()},
+        "cached": {**dict.fromkeys(names(stores=False), 0), **cached.by_tier},
         "ttft_s": answer.ttft_s,
         "seconds": answer.seconds,
         **drafts,

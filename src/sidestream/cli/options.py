@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -273,6 +274,15 @@ _OffloadWritePolicy = Annotated[
         "reused",
     ),
 ]
+_OffloadTiers = Annotated[
+    str | None,
+    _offload(
+        "--offload-tiers",
+        'Further tiers, such as {"redis": {"url": "redis://host"}}: JSON, or a file with it.',
+        "JSON|FILE",
+        "none",
+    ),
+]
 _LoadDeadline = Annotated[
     float | None,
     _offload(
@@ -315,10 +325,11 @@ def engine_config(
     offload_disk: _OffloadDisk = None,
     offload_disk_capacity: _OffloadDiskCapacity = None,
     offload_write_policy: _OffloadWritePolicy = None,
+    offload_tiers: _OffloadTiers = None,
     load_deadline: _LoadDeadline = None,
     watchdog_timeout: _WatchdogTimeout = _ENGINE.watchdog_timeout_s,
 ) -> EngineConfig:
-    """The engine's config. Offload is on when `offload_host` or `offload_disk` is given. Raises ConfigError."""
+    """The engine's config. Offload is on when any tier is given. Raises ConfigError."""
     return EngineConfig(
         dtype=dtype,
         device=device,
@@ -341,7 +352,9 @@ def engine_config(
         watchdog_timeout_s=watchdog_timeout,
         speculative=_speculative_config(speculative, max_drafts, max_draft_slowdown, draft_head, draft_model),
         generation_config=generation_config,
-        offload=_offload_config(offload_host, offload_disk, offload_disk_capacity, load_deadline, offload_write_policy),
+        offload=_offload_config(
+            offload_host, offload_disk, offload_disk_capacity, offload_tiers, load_deadline, offload_write_policy
+        ),
     )
 
 
@@ -380,13 +393,14 @@ def _offload_config(
     host: str | None,
     disk: Path | None,
     disk_capacity: str | None,
+    tiers: str | None,
     load_deadline_s: float | None,
     write_policy: str | None,
 ) -> OffloadConfig | None:
     for name, value in (("disk-capacity", disk_capacity), ("write-policy", write_policy)):
         if value is not None and disk is None:
             raise ConfigError(f"--offload-{name} is {value}, but nothing is kept on disk: give --offload-disk DIR too")
-    if host is None and disk is None:
+    if host is None and disk is None and tiers is None:
         if load_deadline_s is not None:
             raise ConfigError(
                 f"--load-deadline is {load_deadline_s:g}, but offload is off: "
@@ -394,12 +408,28 @@ def _offload_config(
             )
         return None
     return OffloadConfig(
+        tiers={} if tiers is None else _tiers(tiers),
         host=_OFFLOAD.host if host is None else host,
         disk=disk,
         disk_capacity=_OFFLOAD.disk_capacity if disk_capacity is None else disk_capacity,
         load_deadline_s=_OFFLOAD.load_deadline_s if load_deadline_s is None else load_deadline_s,
         write_policy=write_policy,
     )
+
+
+def _tiers(text: str) -> dict[str, dict[str, Any]]:
+    """The options of tiers, by name. Messages do not repeat the text: it may hold a password."""
+    try:
+        tiers = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"--offload-tiers names a file that cannot be read ({error.strerror}): give JSON, or a file"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"--offload-tiers is no JSON: {error}") from None
+    if not isinstance(tiers, dict) or not all(isinstance(options, dict) for options in tiers.values()):
+        raise ConfigError('--offload-tiers has no options by name: give {"NAME": {"OPTION": VALUE}}')
+    return tiers
 
 
 def sampling_params(

@@ -26,6 +26,7 @@ class PromptRun:
     """The result of one prompt.
 
     device, host, disk   number of prompt tokens whose KV came from this tier
+    shared               number of those whose KV came from a store that engines share
     """
 
     ttft_s: float
@@ -35,17 +36,19 @@ class PromptRun:
     device: int
     host: int
     disk: int
+    shared: int
 
     @property
     def source(self) -> str:
         """The tiers that the KV came from, with their numbers of tokens; the tier with most tokens comes first."""
-        counts = sorted(((self.device, "device"), (self.host, "host memory"), (self.disk, "disk")), reverse=True)
+        tiers = (self.device, "device"), (self.host, "host memory"), (self.disk, "disk"), (self.shared, "a store")
+        counts = sorted(tiers, reverse=True)
         return ", ".join(f"{name} {count}" for count, name in counts if count) or "nowhere (cold)"
 
     @property
     def reused(self) -> int:
         """Number of prompt tokens whose KV came from any tier."""
-        return self.device + self.host + self.disk
+        return self.device + self.host + self.disk + self.shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +142,7 @@ def _generate(llm: LLM, prompts: list[list[int]], max_tokens: int) -> list[Promp
             output.cached.device,
             output.cached.host,
             output.cached.disk,
+            output.cached.total - output.cached.device - output.cached.host - output.cached.disk,
         )
         for output in outputs
     ]

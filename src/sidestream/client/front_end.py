@@ -323,6 +323,14 @@ class FrontEnd:
         query = PrefixQuery.of(await asyncio.to_thread(ids_of, prompt, self.tokenizer), cache_salt, tier=tier)
         return (await self._on_prefix("drop_prefix", query))[0].tiers
 
+    async def hand_over_prefix(self, prompt: Prompt, *, cache_salt: str = "") -> int:
+        """Wait until a store that engines share holds the KV of the prompt's whole blocks, at most 5 s: then another
+        engine can load it. Returns the number of tokens whose KV is there. Raises RequestRejected if the engine has no
+        such store.
+        """
+        query = PrefixQuery.of(await asyncio.to_thread(ids_of, prompt, self.tokenizer), cache_salt)
+        return (await self._on_prefix("hand_over_prefix", query))[0].tokens
+
     async def _on_prefix(self, operation: str, query: PrefixQuery) -> Sequence[CachedPrefix]:
         self._check_open()
         return await self.client.operate_on_prefix(operation, query)

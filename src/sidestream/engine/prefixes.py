@@ -21,6 +21,7 @@ from sidestream.engine.stats import Asked, CacheHistory
 from sidestream.errors import CallTimeout, EngineStopped, InvariantError, RequestRejected
 from sidestream.types import CachedPrefix, PrefixQuery
 from sidestream_kv.kv.pins import PIN_SHARE, Pin, Pins
+from sidestream_kv.offload.tiers.base import SharedTier
 from sidestream_kv.types import DEVICE, HOST, Key
 
 MOST_LISTED = 1000
@@ -29,6 +30,9 @@ MAX_TTL_S = 7 * 86_400.0
 """Upper bound of the time for which a pin lasts."""
 # Polling interval of a drop from the tiers.
 _POLL_S = 0.0005
+# How long a prompt's blocks may take to reach a shared tier, and how often that is looked at.
+_HAND_OVER_S = 5.0
+_HAND_OVER_POLL_S = 0.004
 # First tokens of a listed prefix.
 _TOKENS_SHOWN = 256
 
@@ -71,9 +75,10 @@ class Prefixes:
             self._of_states = states.pins = Pins(clock=clock, size=lambda: states.size)
 
     def run(self, operation: str, query: PrefixQuery, *, timeout_s: float) -> Sequence[CachedPrefix]:
-        """Carry out `pin_prefix`, `unpin_prefix`, `prefetch_prefix`, `cached_prefixes` or `drop_prefix`; see these
-        methods of `LLM`. Returns the prefixes of which it tells: the one that was pinned, read or dropped, those whose
-        pin ended, the listed ones. Raises RequestRejected, CallTimeout and EngineStopped.
+        """Carry out `pin_prefix`, `unpin_prefix`, `prefetch_prefix`, `cached_prefixes`, `drop_prefix` or
+        `hand_over_prefix`; see these methods of `LLM` and `FrontEnd`. Returns the prefixes of which it tells: the one
+        that was pinned, read or dropped, those whose pin ended, the listed ones. Raises RequestRejected, CallTimeout
+        and EngineStopped.
         """
         match operation:
             case "pin_prefix":
@@ -86,6 +91,8 @@ class Prefixes:
                 return self._listed(min(query.limit, MOST_LISTED))
             case "drop_prefix":
                 return [self._drop(query, timeout_s)]
+            case "hand_over_prefix":
+                return [self._hand_over(query, min(timeout_s, _HAND_OVER_S))]
             case _:
                 raise InvariantError(f"no operation {operation!r} on prefixes")
 
@@ -228,6 +235,40 @@ class Prefixes:
             parts.device.sleep(_POLL_S)
         name = keys[-1].hex()
         return CachedPrefix(name, len(keys) * self._size, {tier: n for held in dropped for tier, n in held.items()})
+
+    # ------------------------------------------------------------------ hand-overs
+
+    def _hand_over(self, query: PrefixQuery, timeout_s: float) -> CachedPrefix:
+        """Block until a tier that engines share holds what this engine can reuse of the prompt, or no transfer is in
+        flight that could bring it there.
+        """
+        parts = self._parts
+        shared = {} if parts.tiers is None else parts.tiers.persistent
+        shared = {name: tier for name, tier in shared.items() if isinstance(tier, SharedTier)}
+        if not shared or parts.transfers is None:
+            raise RequestRejected(
+                "this engine has no tier that engines share: start it with --offload-tiers, or leave "
+                "kv_transfer_params out",
+                param="kv_transfer_params",
+            )
+        if len(query.tokens) // 4 < self._size:
+            return CachedPrefix("", 0, {})
+        keys, transfers, until_s = self._keys(query), parts.transfers, parts.device.now() + timeout_s
+        done, stored = False, 0
+
+        def look() -> None:
+            nonlocal done, stored
+            idle = not transfers.has_work  # before the look: what comes later is not waited for
+            found, state_parts = parts.scheduler.reach(keys)
+            held = max(tier.index.lookup([*state_parts, *found]) for tier in shared.values())
+            stored = max(0, held - len(state_parts))
+            done = idle or stored == len(found)
+
+        while True:
+            self._call(look, timeout_s=timeout_s)
+            if done or parts.device.now() >= until_s:  # rule: hand-over-waits-for-its-blocks
+                return CachedPrefix(keys[-1].hex(), stored * self._size, dict.fromkeys(shared, stored))
+            parts.device.sleep(_HAND_OVER_POLL_S)
 
     # ------------------------------------------------------------------ shared
 

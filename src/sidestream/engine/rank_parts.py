@@ -94,7 +94,7 @@ def _open_tiers(plan: BuildPlan, device: Device, given: Mapping[str, PersistentT
         )
     if not config.prefix_cache:
         raise ConfigError("offload needs the prefix cache: leave prefix_cache on, or switch offload off")
-    context = TierContext(layout, _tier_fingerprint(plan.model), device.tracer)
+    context = TierContext(layout, _tier_fingerprint(plan.model), device.tracer, rank, size)
     stack = TierStack.open(offload, device, context, persistent=given)
     if given is None and group is not None:
         _keep_shared(stack.persistent, group, device.torch_device)

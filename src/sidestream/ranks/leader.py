@@ -23,7 +23,7 @@ from sidestream.runner.executor import Executor, LaunchedStep
 from sidestream.types import BatchPlan
 from sidestream_kv.device.base import CopyBatch, Device, HostThread, Memory, Stream, WakeUp, no_accesses
 from sidestream_kv.device.channel import Bell
-from sidestream_kv.offload.tier_io import TierWork
+from sidestream_kv.offload.tier_io import LocalWork, TierWork
 from sidestream_kv.types import HOST, Accesses, Fence, LayerGates
 
 COMPUTE = "compute"
@@ -199,8 +199,12 @@ class JointStream:
             ),
         )
 
-    def submit(self, work: Callable[[], None], accesses: Accesses = no_accesses, *, label: str = "") -> JointFence:
-        """Submit a read or a write of a persistent tier. Raises InvariantError for other work."""
+    def submit(self, work: Callable[[], None], accesses: Accesses = no_accesses, *, label: str = "") -> Fence:
+        """Submit a read or a write of a persistent tier, or work for this rank only. Raises InvariantError for other
+        work.
+        """
+        if isinstance(work, LocalWork):
+            return self._stream.submit(work, accesses, label=label)
         if not isinstance(work, TierWork):
             raise InvariantError(f"stream {self.name}: other ranks cannot run {label or 'work'} of rank 0")
         local, entry, grant = self._stream.submit(work, accesses, label=label), work.entry, work.grant

@@ -251,6 +251,13 @@ class Admission:
         """Waiting requests that may start now, if there is room."""
         return [request for request in self._queues.waiting.values() if self._may_start(request)]
 
+    def asks(self, request: Request, wanted: Sequence[Key], reuse: Reuse) -> float:
+        """Seconds that the request may wait for tiers that are asked for the blocks after those that were found; 0: it
+        does not ask, for example because a running request computes them.
+        """
+        missing = wanted[reuse.num_joinable :]
+        return 0.0 if self._prefix_cache.is_pending(missing[:1]) else self._tiers.patience(request, missing)
+
     def has_room(self, request: Request, reuse: Reuse, *, preempted: Sequence[Request] = ()) -> bool:
         """Whether the request finds enough blocks. `preempted`: requests whose blocks count as available."""
         return self._allocator.fits(request, reuse, num_running=len(self._queues.running), preempted=preempted)
@@ -265,6 +272,11 @@ class Admission:
         """
         wanted = self._prefix_cache.wanted_keys(request)
         reuse = self._reuse.find(request, wanted)
+        if patience_s := self.asks(request, wanted, reuse):
+            missing = wanted[reuse.num_joinable :]
+            keys = [*missing, *self._prefix_cache.part_keys(missing)]
+            step.transfers.append(self._tiers.find(request, keys, patience_s))
+            return True
         promotion = self._tiers.promote(request, reuse.keys, reuse.sources, num_partial=reuse.num_partial)
         if promotion is not None:
             step.transfers.append(promotion)
@@ -399,6 +411,8 @@ class Preemption:
         victims = self._queues.by_rank(self._lower_priority(first))
         wanted = self._prefix_cache.wanted_keys(first)
         reuse = self._reuse.find(first, wanted)
+        if self._admission.asks(first, wanted, reuse):
+            return
         if self._tiers.may_promote(first, reuse.sources, num_partial=reuse.num_partial):
             return  # the waiting request will first wait for the disk, and needs no blocks then
         if self._prefix_cache.is_pending(wanted[len(reuse.hits) : len(reuse.hits) + 1]):

@@ -19,7 +19,7 @@ from sidestream.types import CachedTokens
 from sidestream_kv.kv.key_log import DeviceKeyLog
 from sidestream_kv.kv.keys import BlockKeys
 from sidestream_kv.kv.pool import FencedPool, Lease
-from sidestream_kv.types import DEVICE, HOST, BlockId, Fence, Key, PromotePlan, RequestId, StorePlan
+from sidestream_kv.types import DEVICE, HOST, BlockId, Fence, FindPlan, Key, PromotePlan, RequestId, StorePlan
 
 
 class PrefixCache:
@@ -250,6 +250,12 @@ class TierView(Protocol):
         """
         ...
 
+    def find_patience(self, num_blocks: int) -> float:
+        """Seconds that a request may wait while tiers are asked for `num_blocks` blocks that another process may have
+        stored; 0: it does not ask.
+        """
+        ...
+
     def seconds_left(self, request_id: RequestId, epoch: int, *, step_s: float) -> float:
         """Seconds until a step that takes `step_s` can begin without waiting for the request's loads; 0: now."""
         ...
@@ -271,6 +277,10 @@ class NoTiers:
     def worth_loading(self, sources: Sequence[Source], *, num_blocks: int | None = None, num_partial: int = 0) -> bool:
         """There is nothing to load."""
         return False
+
+    def find_patience(self, num_blocks: int) -> float:
+        """There is no tier to ask."""
+        return 0.0
 
     def seconds_left(self, request_id: RequestId, epoch: int, *, step_s: float) -> float:
         """There are no loads."""
@@ -303,6 +313,20 @@ class TierLoads:
     def locate(self, request: Request, keys: Sequence[Key]) -> list[Source]:
         """The tier of each block in the longest run of leading `keys` that the request may load."""
         return [] if request.avoid_tiers else self._view.locate(keys)
+
+    def patience(self, request: Request, missing: Sequence[Key]) -> float:
+        """Seconds that the request may wait while tiers are asked for the blocks `missing`, which no tier is known to
+        hold; 0: it does not ask. A request asks once.
+        """
+        if not missing or request.has_asked or request.avoid_disk or request.avoid_tiers:  # rule: request-asks-once
+            return 0.0
+        return self._view.find_patience(len(missing))
+
+    def find(self, request: Request, keys: Sequence[Key], patience_s: float) -> FindPlan:
+        """Plan to ask tiers for `keys`, and make the request wait for the answer."""
+        request.has_asked = True
+        request.state = State.LOADING  # rule: request-waits-for-its-answer
+        return FindPlan(request.id, request.epoch, tuple(keys), patience_s)
 
     def may_promote(self, request: Request, sources: Sequence[Source], *, num_partial: int) -> bool:
         """Whether the request may wait for blocks of tiers that are slower than host memory. For `num_partial` see

@@ -3,7 +3,7 @@ running requests. Single writer: the scheduler.
 
     WAITING ──start──▶ RUNNING ──finish──▶ FINISHED
      ▲  │ ▲               │
-     │  └─promote─▶ LOADING   (blocks are read from disk into the host tier)
+     │  └─promote─▶ LOADING   (blocks are read from disk into the host tier, or tiers are asked for blocks)
      │         ◀──done────┘
      └────────preempt─────┘   epoch + 1: results of steps that were launched before are dropped
 
@@ -207,6 +207,8 @@ class Request:
     """Maps the key of each promoted block to the tier that held it before the promotion (a copy from disk to host
     memory).
     """
+    has_asked: bool = field(init=False, default=False)
+    """Whether tiers were asked for blocks that another process may have stored."""
     avoid_disk: bool = field(init=False, default=False)
     avoid_tiers: bool = field(init=False, default=False)
 

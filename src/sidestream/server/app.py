@@ -452,7 +452,15 @@ class Completions:
                 await reply.stream(send)
                 return
             response = await reply.complete()
+            if call.hands_over:
+                response["kv_transfer_params"] = await self._hand_over(call)
         await JsonResponse(response)(scope, receive, send)
+
+    async def _hand_over(self, call: Call) -> Json:
+        """What a proxy passes on to the replica that decodes."""
+        hand_over = self._backend.hand_over_prefix
+        stored = [await hand_over(prompt, cache_salt=call.cache_salt) for prompt in call.prompts]
+        return {"do_remote_decode": False, "do_remote_prefill": True, "stored_tokens": sum(stored)}
 
     def _reply(self, call: Call, record: RequestRecord) -> _Reply | MessagesReply | ResponsesReply:
         generate = partial(generate_all, self._backend, call, record, breaks=self._breaks, hints=self._hints)

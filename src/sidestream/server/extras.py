@@ -66,7 +66,6 @@ EXTRAS: tuple[Extra, ...] = (
     Extra("guided_grammar", _BOTH, ()),
     Extra("guided_json", _BOTH, ()),
     Extra("guided_regex", _BOTH, ()),
-    Extra("kv_transfer_params", _BOTH, ()),
     Extra("logits_processors", _BOTH, ([],)),
     Extra("mm_processor_kwargs", ("chat",), ({},)),
     Extra("refusal", ("message",), ("",)),

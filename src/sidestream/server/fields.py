@@ -60,6 +60,15 @@ class _StreamOptions(BaseModel):
     include_obfuscation: Literal[False] = False
 
 
+class _KVTransferParams(BaseModel):
+    """As vLLM and its proxies spell them. Fields that name an engine have no effect: a store has the KV."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+
+
 class _StructuredOutputs(BaseModel):
     """vLLM's field. `StructuredOutputs` checks that exactly one of the first six is given."""
 
@@ -125,6 +134,7 @@ class Call:
     only_echo         answers are the prompts' texts; the token that the engine computes is left out
     explain_cache     the reply says why tokens of the prompts were reused or computed
     marks             prefixes of the prompts that are to stay cached, the longest time first
+    hands_over        reply when a shared store holds the KV of the prompts
     """
 
     api: Api
@@ -147,6 +157,7 @@ class Call:
     parallel_tool_calls: bool = True
     explain_cache: bool = False
     marks: tuple[Mark, ...] = ()
+    hands_over: bool = False
 
     @property
     def shown_tokens(self) -> Sequence[str]:
@@ -196,6 +207,7 @@ class _Fields(BaseModel):
     cache_salt: str | None = Field(default=None, min_length=1, max_length=MOST_SALT_CHARS)
     return_tokens_as_token_ids: bool = False
     explain_cache: bool = False
+    kv_transfer_params: _KVTransferParams | None = None
 
 
 class _Chat(_Fields, Conversation):
@@ -474,6 +486,13 @@ def _call(
         raise bad_request(
             "prompt_logprobs with stream: a complete reply has them; leave one of the two out", "prompt_logprobs"
         )
+    hands_over = asked.kv_transfer_params is not None and asked.kv_transfer_params.do_remote_decode
+    if asked.stream and hands_over:
+        raise bad_request(
+            "kv_transfer_params with do_remote_decode and stream: a complete reply tells of the hand-over; leave "
+            "stream out",
+            "kv_transfer_params",
+        )
     if len(prompts) * params.n > served.max_choices:
         asks = f"{len(prompts)} prompts with n {params.n}"
         raise bad_request(
@@ -498,6 +517,7 @@ def _call(
         asked.return_tokens_as_token_ids,
         asked.prompt_logprobs,
         explain_cache=asked.explain_cache,
+        hands_over=hands_over,
     )
 
 

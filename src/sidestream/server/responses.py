@@ -308,7 +308,7 @@ class Usage:
 
     prompt_tokens: int = 0
     output_tokens: int = 0
-    cached_by_tier: dict[str, int] = field(default_factory=lambda: dict.fromkeys(names(), 0))
+    cached_by_tier: dict[str, int] = field(default_factory=lambda: dict.fromkeys(names(stores=False), 0))
 
     def add_prompt(self, delta: Delta) -> None:
         """Count a prompt's tokens. Call it at the prompt's first delta only, once for all samples of the prompt."""

@@ -2,8 +2,8 @@
 own streams. It depends on no engine.
 
 An engine owns a `FencedPool` of block ids and the memory of the blocks, identifies the contents of blocks by
-`BlockKeys`, and gives plans (`StorePlan`, `LoadPlan`, `PromotePlan`) to an `OffloadConnector`, which never blocks.
-Before a step, its stream waits for the fences of `OffloadConnector.gates`.
+`BlockKeys`, and gives plans (`StorePlan`, `LoadPlan`, `PromotePlan`, `FindPlan`) to an `OffloadConnector`, which never
+blocks. Before a step, its stream waits for the fences of `OffloadConnector.gates`.
 
 Names that need torch are imported on first use, so that a process that only checks options starts quickly.
 """
@@ -36,6 +36,7 @@ from sidestream_kv.types import (
     Accesses,
     BlockId,
     Fence,
+    FindPlan,
     Key,
     LayerGates,
     LoadPlan,
@@ -110,6 +111,7 @@ __all__ = [
     "DeviceLost",
     "Fence",
     "FencedPool",
+    "FindPlan",
     "InvariantError",
     "KVLayout",
     "Key",

@@ -102,7 +102,7 @@ class OffloadConfig:
     disk_capacity: int | str = "10GiB"
     load_deadline_s: float = 10.0
     write_policy: str | Mapping[str, str] | None = None
-    tiers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    tiers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)  # a URL may hold a password
 
     def __post_init__(self) -> None:
         parse_bytes(self.host, option="offload host")

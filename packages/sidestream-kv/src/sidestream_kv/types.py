@@ -127,7 +127,22 @@ class PromotePlan:
     keys: tuple[Key, ...]
 
 
-TransferPlan = StorePlan | LoadPlan | PromotePlan
+@dataclass(frozen=True, slots=True)
+class FindPlan:
+    """Ask the tiers that other processes write, too, for blocks that no tier is known to hold, for a request that waits
+    for the answer.
+
+    keys        keys of the missing blocks, in the order of the request; at least one
+    patience_s  longest wait
+    """
+
+    request_id: RequestId
+    epoch: int
+    keys: tuple[Key, ...]
+    patience_s: float
+
+
+TransferPlan = StorePlan | LoadPlan | PromotePlan | FindPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from sidestream_kv.errors import ConfigError, TierCorrupt, TierLost
 from sidestream_kv.kv.layout import KVLayout
-from sidestream_kv.offload.tiers.base import Entry, PersistentTier, TierContext
+from sidestream_kv.offload.tiers.base import Entry, PersistentTier, SharedTier, TierContext
 from sidestream_kv.types import Key
 
 _LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=16, block_tokens=8, dtype="float32")
@@ -110,7 +110,8 @@ class TierConformance:
         new = write(tier, "a")  # the reservation of the new entry deletes the old entry
         assert new.serial > old.serial
         assert holds(tier, "a")
-        assert reads_as_corrupt(tier, old)
+        # What is under a name of a shared tier is the same KV, whichever write it is from.
+        assert isinstance(tier, SharedTier) or reads_as_corrupt(tier, old)
 
     def test_reads_and_writes_may_run_at_the_same_time(self) -> None:
         """`write` and `read` are called on several threads, which do not use the index."""
@@ -199,11 +200,13 @@ class TierConformance:
         tier.index.drop([key("a")])
         tier.close()
         again = self._open()
-        assert (key("a") in again.index, key("b") in again.index) == (False, True)
+        assert (holds(again, "a"), holds(again, "b")) == (False, True)
 
     def test_lower_capacity_evicts_at_open(self) -> None:
-        """The most recently used entries stay."""
+        """The most recently used entries stay. A shared tier opens without any."""
         tier = self._open(capacity_blocks=4)
+        if isinstance(tier, SharedTier):
+            return
         for name in ("a", "b", "c", "d"):
             write(tier, name)
         tier.close()
@@ -223,6 +226,7 @@ class TierConformance:
             except ConfigError:
                 continue
             assert len(opened.index) == 0
+            assert not holds(opened, "a")
             opened.close()
 
     def test_lost_medium_is_reported_by_a_write_and_used_again(self) -> None:
@@ -243,8 +247,68 @@ class TierConformance:
         assert holds(tier, "c")
         tier.close()
         again = self._open()
-        assert set(again.index) == {key("c")}
         assert holds(again, "c")
+        assert set(again.index) == {key("c")}
+
+    # ------------------------------------------------------------------ tiers that other processes write, too
+
+    def test_shared_tier_finds_blocks_of_another_process(self) -> None:
+        """Only complete ones, and those before the first gap at least."""
+        if (pair := self._open_shared()) is None:
+            return
+        writer, reader = pair
+        assert list(reader.find([key("a")])) == []
+        entries = [write(writer, name) for name in ("a", "b", "c")]
+        found = reader.find([key(name) for name in ("a", "b", "c", "d")])
+        assert [entry.key for entry in found] == [entry.key for entry in entries]
+        assert [entry.key for entry in reader.find([key("d"), key("a")])] in ([], [key("a")])
+        assert [holds(reader, name) for name in ("a", "b", "c")] == [True] * 3
+
+    def test_shared_tier_deletes_no_newer_write(self) -> None:
+        """Not as the victim of a write, and not because a reset has dropped it."""
+        if (pair := self._open_shared(capacity_blocks=1)) is None:
+            return
+        first, second = pair
+        old = write(first, "a")
+        new = write(second, "a")
+        assert old.serial != new.serial
+        first.delete([old])
+        assert holds(second, "a")
+        second.delete([new])
+        assert reads_as_corrupt(second, new)
+
+    def test_block_of_a_shared_tier_is_found_when_all_ranks_hold_it(self) -> None:
+        """Each rank has its share of a block under a name of its own."""
+        contexts = [TierContext(_LAYOUT, "a model", rank=rank, num_ranks=2) for rank in range(2)]
+        tiers = [self.open(context, capacity_blocks=8) for context in contexts] if self._is_shared() else []
+        self._opened += tiers
+        if not tiers:
+            return
+        zero, one = tiers
+        assert isinstance(zero, SharedTier)
+        entry = write(zero, "a")
+        assert list(zero.find([key("a")])) == []
+        assert reads_as_corrupt(one, entry)
+        write(one, "a", content("the other share"))
+        assert [found.key for found in zero.find([key("a")])] == [entry.key]
+        assert reads(zero, entry, "a")
+        assert reads(one, entry, "the other share")
+
+    def _is_shared(self) -> bool:
+        tier = self._open()
+        tier.close()
+        return isinstance(tier, SharedTier)
+
+    def _open_shared(self, capacity_blocks: int = 8) -> tuple[SharedTier, SharedTier] | None:
+        """Two tiers on one medium at the same time; None: the tier cannot do that."""
+        if not self._is_shared():
+            return None
+        first, second = self._open(capacity_blocks), self._open(capacity_blocks)
+        assert isinstance(first, SharedTier)
+        assert isinstance(second, SharedTier)
+        return first, second
+
+    # ------------------------------------------------------------------ close
 
     def test_close_is_idempotent(self) -> None:
         """The engine may close a tier twice."""
@@ -264,11 +328,11 @@ def content(name: str) -> npt.NDArray[np.uint8]:
     return np.random.default_rng(seed).integers(0, 256, _LAYOUT.block_bytes, np.uint8)
 
 
-def write(tier: PersistentTier, name: str) -> Entry:
-    """Write and publish a block, like the offload worker."""
+def write(tier: PersistentTier, name: str, block: npt.NDArray[np.uint8] | None = None) -> Entry:
+    """Write and publish a block, like the offload worker. `block`: other bytes than the content of this name."""
     grant = tier.index.reserve(key(name))
     assert grant is not None
-    tier.write(grant, content(name))
+    tier.write(grant, content(name) if block is None else block)
     tier.index.publish(grant)
     return grant.entry
 
@@ -282,6 +346,8 @@ def reads(tier: PersistentTier, entry: Entry, name: str) -> bool:
 
 def holds(tier: PersistentTier, name: str) -> bool:
     """Whether the tier finds the key of this name, and the entry holds its test content."""
+    if key(name) not in tier.index and isinstance(tier, SharedTier):
+        tier.index.learn(tier.find([key(name)]))
     if key(name) not in tier.index:
         return False
     pin = tier.index.pin([key(name)])

@@ -52,12 +52,16 @@ class TierOptions:
         return parse_bytes(self.max_pending, option="max_pending")
 
     def open(self, subdirectory: str, layout: BlockLayout, fingerprint: str) -> PersistentTier:
-        """Open the medium. Raises ConfigError if another engine uses it or another model made it."""
+        """Open the medium. `subdirectory` tells engines and ranks apart, whose blocks of one key may differ. Raises
+        ConfigError if another engine uses the medium or another model made it.
+        """
         config = OffloadConfig(
             disk=None if self.disk is None else Path(self.disk) / subdirectory,
             disk_capacity=self.disk_capacity,
             load_deadline_s=self.load_deadline_s,
             tiers=self.tiers,
         )
+        if self.disk is None:
+            fingerprint = f"{fingerprint} {subdirectory}"  # rule: rank-has-its-part-of-a-store
         (tier,) = open_tiers(config, TierContext(layout, fingerprint)).values()
         return tier

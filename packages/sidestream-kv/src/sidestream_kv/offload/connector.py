@@ -39,12 +39,18 @@ from sidestream_kv.offload.tickets import (
     WorkerEvent,
     WriteRest,
 )
+from sidestream_kv.offload.tiers.base import SharedTier
 from sidestream_kv.offload.tiers.stack import BlockMemory, Checksums, TierStack
 from sidestream_kv.offload.worker import OffloadWorker
-from sidestream_kv.types import Fence, Key, LayerGates, LoadPlan, PromotePlan, RequestId, TransferPlan
+from sidestream_kv.types import Fence, FindPlan, Key, LayerGates, LoadPlan, PromotePlan, RequestId, TransferPlan
 
 # Polling interval of `flush`.
 _FLUSH_POLL_S = 0.001
+# A request waits for a shared tier's answer at most this long, and at most this share of the time that it would take to
+# compute the missing blocks. It does not ask if that is less than an answer takes.
+_FIND_PATIENCE_S = 0.05
+_FIND_SHARE = 0.1
+_FIND_LEAST_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +175,7 @@ class OffloadConnector:
         self._pools = pools
         self._costs = costs
         self._deadline_s = load_deadline_s
+        self._has_shared = any(isinstance(tier, SharedTier) for tier in tiers.persistent.values())
         self._clock = device.now
         self._sleep = device.sleep
         self._layout = memory.layout
@@ -224,6 +231,16 @@ class OffloadConnector:
             self._costs.compute_seconds(len(sources) if num_blocks is None else num_blocks), self._deadline_s
         )
 
+    def find_patience(self, num_blocks: int) -> float:
+        """Seconds that a request may wait for the answer whether shared tiers hold `num_blocks` blocks that no tier is
+        known to hold. 0: it does not ask, because no tier is shared, or because computing the blocks is fast.
+        """
+        if not self._has_shared:
+            return 0.0
+        # rule: question-is-a-small-share-of-computing
+        patience_s = min(_FIND_PATIENCE_S, self._deadline_s, _FIND_SHARE * self._costs.compute_seconds(num_blocks))
+        return patience_s if patience_s >= _FIND_LEAST_S else 0.0
+
     # ------------------------------------------------------------------ submission: never blocks
 
     def submit(self, plans: Sequence[TransferPlan]) -> None:
@@ -237,7 +254,7 @@ class OffloadConnector:
             self._last_job += 1
             if isinstance(plan, LoadPlan):
                 self._loads[self._last_job] = _Load(plan)
-            elif isinstance(plan, PromotePlan):
+            elif isinstance(plan, PromotePlan | FindPlan):
                 self._waits.begin(plan, self._clock())
             jobs.append((self._last_job, plan))
         self._send(SubmitPlans(tuple(jobs), self._switches.generation))

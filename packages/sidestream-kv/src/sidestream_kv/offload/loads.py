@@ -44,7 +44,7 @@ from sidestream_kv.offload.tickets import (
     WorkerEvent,
 )
 from sidestream_kv.offload.tiers.stack import BlockMemory, Checksums, TierStack
-from sidestream_kv.types import HOST, Key, LoadPlan, PromotePlan, RequestId
+from sidestream_kv.types import HOST, FindPlan, Key, LoadPlan, PromotePlan, RequestId
 
 logger = logging.getLogger(__name__)
 
@@ -543,9 +543,12 @@ class TierWaits:
         """Whether a request may wait for these tiers."""
         return all(self._balances[tier].allows(now_s) for tier in tiers if tier != HOST)
 
-    def begin(self, plan: PromotePlan, now_s: float) -> None:
-        """Record the beginning of a wait."""
+    def begin(self, plan: PromotePlan | FindPlan, now_s: float) -> None:
+        """Record the beginning of a wait. A wait for an answer counts for no tier."""
         if plan.request_id == PREFETCH:
+            return
+        if isinstance(plan, FindPlan):
+            self._waits.setdefault((plan.request_id, plan.epoch), []).append(_Wait(frozenset(), now_s, 0.0, 0.0))
             return
         sources = self._tiers.locate(plan.keys)
         in_host = next((index for index, source in enumerate(sources) if source != HOST), len(sources))

@@ -1,5 +1,6 @@
 """Reads and writes of persistent tiers, such as the disk, on separate streams. Also promotions: reads of blocks into
-host memory for requests that wait for these blocks. Called on the offload worker's thread only.
+host memory for requests that wait for these blocks; and finds: questions to tiers that other processes write, too.
+Called on the offload worker's thread only.
 
 A failed write leaves no entry in the tier, and a failed read counts as a cache miss. Before a write, the tier's index
 gives a grant: the right to write one entry, possibly in place of an evicted entry. docs/tiers.md describes tiers.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal
 
@@ -24,15 +25,17 @@ from sidestream_kv.errors import TierFull, TierLost, TierTimeout
 from sidestream_kv.kv.pool import Lease
 from sidestream_kv.offload.loads import TransferContext
 from sidestream_kv.offload.tickets import Promoted, ReadTicket, Stopwatch, Waiter, WriteTicket
-from sidestream_kv.offload.tiers.base import PersistentTier, streams_of
+from sidestream_kv.offload.tiers.base import PersistentTier, SharedTier, streams_of
 from sidestream_kv.offload.tiers.index import Entry, Refresh, WriteGrant
-from sidestream_kv.types import Access, Fence, Key, PromotePlan
+from sidestream_kv.types import Access, Fence, FindPlan, Key, PromotePlan, RequestId
 
 # A request waits for reads so many times as long as they are expected to take, and at least so long.
 _PATIENCE = 8
 _LEAST_PATIENCE_S = 0.1
 # After a failed write, the tier gets no other write for this time.
 PAUSE_S = 5.0
+# Questions to one tier in flight. A request beyond does not ask, so a tier that stalls collects no queue.
+_MOST_QUESTIONS = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,6 +54,17 @@ class TierWork:
     entry: Entry
     grant: WriteGrant | None = None
     victim: Entry | None = None
+
+    def __call__(self) -> None:
+        """Run the work, on the stream's thread."""
+        self.run()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalWork:
+    """Work for a tier's stream that the other ranks of an engine do not repeat."""
+
+    run: Callable[[], None]
 
     def __call__(self) -> None:
         """Run the work, on the stream's thread."""
@@ -370,3 +384,128 @@ class Promotions:
             reason = "deadline" if not done else "failed" if not good else "done" if waiter.complete else "no_room"
             # rule: ended-promotion-is-reported
             self._context.report(Promoted(waiter.request_id, waiter.epoch, reason == "done", reason))
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    """A question in flight. Its stream writes `answer`, which is read after the fence.
+
+    void   whether blocks were dropped since it was asked; its answer then counts as empty
+    """
+
+    tier: str
+    keys: Sequence[Key]
+    submitted_s: float
+    answer: list[Entry] = field(default_factory=list)
+    void: bool = False
+    fence: Fence = field(init=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asker:
+    """A request that waits for answers until `deadline_s`."""
+
+    request_id: RequestId
+    epoch: int
+    questions: Sequence[_Question]
+    deadline_s: float
+
+
+class Finds:
+    """Questions to shared tiers, on a stream `NAME-find` each: which of a request's blocks has another process stored
+    there? And the requests that wait for the answers.
+
+    A request waits until its deadline, and then goes on without an answer. The entries of a late answer become findable
+    nevertheless: they serve the next request.
+    """
+
+    def __init__(self, context: TransferContext) -> None:
+        self._context = context
+        self._clock = context.device.now
+        self._tiers = {name: tier for name, tier in context.tiers.persistent.items() if isinstance(tier, SharedTier)}
+        self._streams = {name: context.device.worker(f"{name}-find") for name in self._tiers}
+        self._questions: list[_Question] = []
+        self._deletions: list[Fence] = []
+        self._waiters: list[_Asker] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any question is in flight."""
+        return bool(self._questions or self._waiters or self._deletions)
+
+    def sizes(self) -> dict[str, int]:
+        """Number of objects that are kept, by kind."""
+        return {
+            "questions": len(self._questions),
+            "requests that ask": len(self._waiters),
+            "deletions": len(self._deletions),
+        }
+
+    def deadlines(self) -> list[float]:
+        """The time at which each waiting request stops waiting."""
+        return [waiter.deadline_s for waiter in self._waiters]
+
+    def awaited(self) -> Iterator[Fence]:
+        """Fences whose end should wake the worker."""
+        yield from (question.fence for question in self._questions)
+        yield from self._deletions[:1]
+
+    def submit(self, plan: FindPlan) -> None:
+        """Ask every shared tier for the plan's keys, or join a question for them. Returns at once."""
+        asked = [question for name in self._tiers if (question := self._ask(name, plan.keys)) is not None]
+        self._waiters.append(_Asker(plan.request_id, plan.epoch, asked, self._clock() + plan.patience_s))
+
+    def _ask(self, name: str, keys: Sequence[Key]) -> _Question | None:
+        in_flight = [question for question in self._questions if question.tier == name]
+        for question in in_flight:
+            if question.keys[0] == keys[0] and not question.void:
+                return question
+        if len(in_flight) >= _MOST_QUESTIONS or self._context.switches.abandoned:  # rule: questions-are-bounded
+            self._context.log.left_out(f"{name}-find", "skipped")
+            return None
+        tier, question = self._tiers[name], _Question(name, keys, self._clock())
+
+        def find() -> None:
+            if self._context.switches.abandoned:
+                raise TierTimeout("the engine closed before this question began")
+            question.answer.extend(tier.find(keys))
+
+        question.fence = self._streams[name].submit(LocalWork(find), label="find blocks")
+        self._questions.append(question)
+        return question
+
+    def finish(self) -> None:
+        """Take in the answers that have come, and end the waits for them, or for answers that are late."""
+        for question in [question for question in self._questions if question.fence.poll()]:  # rule: answer-is-complete
+            self._questions.remove(question)
+            good = self._context.log.ended(f"{question.tier}-find", question.fence.failure, 0, question.submitted_s)
+            if good and not question.void:
+                self._tiers[question.tier].index.learn(question.answer)  # rule: answer-enters-the-index
+        self._deletions = [fence for fence in self._deletions if not fence.poll()]
+        now = self._clock()
+        for waiter in list(self._waiters):
+            late = any(question in self._questions for question in waiter.questions)
+            if late and now < waiter.deadline_s:  # rule: question-has-a-deadline
+                continue
+            self._waiters.remove(waiter)
+            if late:
+                self._context.log.left_out("find", "late")
+            # rule: ended-find-is-reported
+            self._context.report(Promoted(waiter.request_id, waiter.epoch, True, "done"))
+
+    def forget(self) -> None:
+        """Call it when blocks were dropped from the indices. Questions in flight find nothing, and the dropped entries
+        leave the medium before a later question could find them again.
+        """
+        for question in self._questions:
+            question.void = True  # rule: reset-reaches-questions-in-flight
+        for name, tier in self._tiers.items():
+            if doomed := tier.index.take_doomed():
+                self._deletions.append(self._delete(name, tier, doomed))
+
+    def _delete(self, name: str, tier: SharedTier, entries: Sequence[Entry]) -> Fence:
+        return self._streams[name].submit(
+            LocalWork(lambda: tier.delete(entries)),
+            lambda: [tier.index.access(entry, write=True) for entry in entries],
+            label="delete blocks",
+        )

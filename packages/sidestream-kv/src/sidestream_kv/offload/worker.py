@@ -8,6 +8,7 @@ for the other. The commands cause these transfers:
     load         host slots → device blocks     after the last use of the blocks (H3); fences for each group of layers
     TIER-write   host slots → persistent tier   after the fence of the store, or later: see `TierWrites`
     TIER-read    persistent tier → host slots   for requests that wait
+    TIER-find    which blocks has another process stored there? copies nothing
 
 docs/glossary.md lists the hazards. A failed transfer counts as a cache miss: its blocks do not become findable (H9),
 its leases of slots end, and the request computes the tokens again. The thread shares the GIL with the engine thread, so
@@ -28,8 +29,8 @@ from sidestream_kv.offload.loads import Loads, TransferContext
 from sidestream_kv.offload.pacing import Copy, Lane
 from sidestream_kv.offload.stores import Stores, TierWrites
 from sidestream_kv.offload.tickets import Command, Forget, StoreAgain, SubmitPlans, WorkerFailed, WriteRest
-from sidestream_kv.offload.tier_io import Promotions, TierIO
-from sidestream_kv.types import HOST, Fence, LoadPlan, PromotePlan, StorePlan
+from sidestream_kv.offload.tier_io import Finds, Promotions, TierIO
+from sidestream_kv.types import HOST, Fence, FindPlan, LoadPlan, PromotePlan, StorePlan
 
 # Pause between two turns while there is more work. It lets the engine thread run: a thread that waits for the GIL needs
 # about 50 us to wake up, and must then find the GIL free. If the link has little work, the shorter pause is used, which
@@ -81,11 +82,13 @@ class OffloadWorker:
         self._stores = Stores(context, self._to_host, self._writes)
         self._loads = Loads(context, self._to_device)
         self._promotions = Promotions(context, self._io)
+        self._finds = Finds(context)
         self._parts: tuple[_Part, ...] = (
             self._stores,
             self._loads,
             self._promotions,
             self._writes,
+            self._finds,
             *self._io.values(),
         )
 
@@ -135,6 +138,7 @@ class OffloadWorker:
             io.finish_writes()
             io.refresh.poll()
         self._promotions.finish_reads()
+        self._finds.finish()
         self._take_commands()  # rule: last-submitted-transfers-are-dropped-at-close
         if self._switches.abandoned:
             self._drop()  # rule: transfers-are-dropped
@@ -171,12 +175,12 @@ class OffloadWorker:
                 self._forget(command)
 
     def _submit(self, command: SubmitPlans) -> int:
-        """Queue the plans. Returns the number of blocks to load and to promote. Loads are queued first, because they
-        lease slots whose blocks the other plans might evict.
+        """Queue the plans. Returns the number of blocks to load, to promote and to find. Loads are queued first,
+        because they lease slots whose blocks the other plans might evict.
         """
         plans = command.plans
         # rule: received-job-is-unsettled
-        stores_and_loads = (job_id for job_id, plan in plans if not isinstance(plan, PromotePlan))
+        stores_and_loads = (job_id for job_id, plan in plans if isinstance(plan, StorePlan | LoadPlan))
         self._unsettled.opened(stores_and_loads, last=plans[-1][0])
         for job_id, plan in plans:
             if isinstance(plan, LoadPlan):
@@ -185,7 +189,9 @@ class OffloadWorker:
         # rule: disk-read-has-the-generation-of-its-submission
         self._promotions.submit([plan for _, plan in plans if isinstance(plan, PromotePlan)], command.generation)
         for job_id, plan in plans:
-            if isinstance(plan, StorePlan):
+            if isinstance(plan, FindPlan):
+                self._finds.submit(plan)
+            elif isinstance(plan, StorePlan):
                 self._stores.submit(
                     job_id, plan, command.generation
                 )  # rule: store-has-the-generation-of-its-submission
@@ -206,6 +212,7 @@ class OffloadWorker:
                 self._stores.invalidate(keys)
                 for io in self._io.values():
                     io.invalidate(keys)
+        self._finds.forget()  # rule: dropped-entries-are-not-found-again
 
     def _begin_pieces(self, *, ahead: bool) -> bool:
         """Begin pieces for each lane that has nothing left to submit; with `ahead`, also for each lane that holds few
@@ -252,7 +259,7 @@ class OffloadWorker:
         more = bool(
             self._commands or self._ended_copies or hungry or self._writes.has_more(storing=self._stores.has_work)
         )
-        until_s = self._promotions.deadlines()
+        until_s = self._promotions.deadlines() + self._finds.deadlines()
         until_s += [io.refresh.due_s for io in self._io.values() if io.refresh.due_s != float("inf")]
         if more:
             until_s.append(self._clock() + (_SHORT_PAUSE_S if any(lane.runs_low for lane in hungry) else _PAUSE_S))
@@ -264,5 +271,6 @@ class OffloadWorker:
     def _awaited(self) -> Iterator[Fence]:
         yield from self._to_host.awaited()
         yield from self._to_device.awaited()
+        yield from self._finds.awaited()
         for io in self._io.values():
             yield from io.awaited()

@@ -14,9 +14,9 @@ of the tier's streams. The fence of a read or write marks its end.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -24,13 +24,14 @@ import numpy.typing as npt
 from sidestream_kv.config import OffloadConfig
 from sidestream_kv.kv.layout import BlockLayout
 from sidestream_kv.offload.tiers.index import Entry, ReadLease, TierIndex, TierStats, WriteGrant
-from sidestream_kv.types import Tracer
+from sidestream_kv.types import Key, Tracer
 
 __all__ = [
     "Block",
     "Entry",
     "PersistentTier",
     "ReadLease",
+    "SharedTier",
     "TierContext",
     "TierIndex",
     "TierKind",
@@ -84,17 +85,40 @@ class PersistentTier(Protocol):
         ...
 
 
+@runtime_checkable
+class SharedTier(PersistentTier, Protocol):
+    """A tier whose medium other processes write, too, so that its index does not know all of its entries."""
+
+    def find(self, keys: Sequence[Key]) -> Sequence[Entry]:
+        """Those entries of `keys`, a request's blocks in their order, that are on the medium. It may leave out entries
+        after the first missing one.
+
+        Called on a thread of the tier's own, for requests that wait for the answer, and may block on I/O. The offload
+        worker adds the answer to the index. Raises TierError; then no key counts as found.
+        """
+        ...
+
+    def delete(self, entries: Sequence[Entry]) -> None:
+        """Delete entries that were dropped from the index, on the thread of `find`. They may be absent. Raises
+        TierError.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class TierContext:
     """Facts that a tier needs when it is opened, about the model whose KV it will hold.
 
     fingerprint   hash of the model's weights and config; a tier must not serve blocks of another model
     tracer        tracer for the tier's index, in tests; None: no tracing
+    rank          which of the `num_ranks` ranks that hold a share of each block opens the tier
     """
 
     layout: BlockLayout
     fingerprint: str
     tracer: Tracer | None = None
+    rank: int = 0
+    num_ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +144,10 @@ class TierKind:
     open   function that makes the tier, or returns None if the config does not ask for the tier. Raises ConfigError
     write_policy   which blocks it writes by default: see `OffloadConfig.write_policy`. A tier that engines share should
            keep `"all"`, because others may reuse a block that this engine never uses again
+    ranks  whether several ranks may open it with the same options, because it keeps their entries apart itself
     """
 
     name: str
     open: Callable[[OffloadConfig, TierContext], PersistentTier | None]
     write_policy: str = "all"
+    ranks: bool = False

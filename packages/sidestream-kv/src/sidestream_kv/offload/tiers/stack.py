@@ -23,7 +23,7 @@ from sidestream_kv.errors import ConfigError, InvariantError
 from sidestream_kv.kv.layout import LayeredLayout
 from sidestream_kv.kv.pool import FencedPool
 from sidestream_kv.metrics import Metrics
-from sidestream_kv.offload.tiers import disk
+from sidestream_kv.offload.tiers import disk, mooncake, redis
 from sidestream_kv.offload.tiers.base import PersistentTier, TierContext, TierKind
 from sidestream_kv.types import DEVICE, HOST, Access, Key, Tracer
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 # Number of slots that a log line names.
 _SLOTS_TOLD = 8
 
-_KINDS: list[TierKind] = [disk.KIND]
+_KINDS: list[TierKind] = [disk.KIND, mooncake.KIND, redis.KIND]
 """The known persistent tiers, fastest first."""
 
 
@@ -49,9 +49,11 @@ def register(kind: TierKind) -> None:
     _KINDS.append(kind)
 
 
-def names() -> tuple[str, ...]:
-    """Names of all known tiers, fastest first: the device, host memory, the persistent tiers."""
-    return (DEVICE, HOST, *(kind.name for kind in _KINDS))
+def names(*, stores: bool = True) -> tuple[str, ...]:
+    """Names of all known tiers, fastest first: the device, host memory, the persistent tiers. `stores`: also those in
+    stores that engines share, which most engines do not use.
+    """
+    return (DEVICE, HOST, *(kind.name for kind in _KINDS if stores or not kind.ranks))
 
 
 def open_tiers(config: OffloadConfig, context: TierContext) -> dict[str, PersistentTier]:
@@ -87,15 +89,16 @@ def write_policies(config: OffloadConfig) -> dict[str, str]:
 def share_of_rank(config: OffloadConfig, rank: int, size: int) -> OffloadConfig:
     """The tier options of one of `size` ranks: its share of the bytes, and its own disk directory under `config.disk`.
 
-    Raises ConfigError if the directory holds blocks of another number of ranks, or if `config` asks for a tier other
-    than the disk: Sidestream cannot divide the options of such a tier.
+    Raises ConfigError if the directory holds blocks of another number of ranks, or if `config` asks for a tier that
+    does not keep the entries of ranks apart itself (`TierKind.ranks`).
     """
     if size == 1:
         return config
-    if config.tiers:
+    divided = {kind.name for kind in _KINDS if kind.ranks}
+    if (whole := next((name for name in config.tiers if name not in divided), None)) is not None:
         raise ConfigError(
-            f"tier {next(iter(config.tiers))} cannot be used with {size} ranks, because only host memory and the disk "
-            "can be divided among ranks: remove the tier, or use one rank"
+            f"tier {whole} cannot be used with {size} ranks, because Sidestream cannot divide its options among ranks: "
+            "remove the tier, or use one rank"
         )
     disk = None
     if config.disk is not None:
