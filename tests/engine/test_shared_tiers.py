@@ -13,7 +13,7 @@ from proof.memory_store import Call, MemoryStore
 from sidestream.errors import RequestRejected
 from sidestream.types import PrefixQuery
 from sidestream_kv.errors import TierError
-from sidestream_kv.offload import connector, tier_io
+from sidestream_kv.offload import loads, tier_io
 from sidestream_kv.offload.tiers import store_tier
 
 PROMPT = prompts(21, 1, longest=1)[0] + list(range(1, 30))  # 30 tokens: 7 blocks that a cache may supply
@@ -28,7 +28,7 @@ def store() -> MemoryStore:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests wait for answers as long as a test may take: no machine is too slow for it."""
-    monkeypatch.setattr(connector, "_FIND_PATIENCE_S", PATIENCE_S)
+    monkeypatch.setattr(loads, "_FIND_PATIENCE_S", PATIENCE_S)
 
 
 def fill(store: MemoryStore) -> None:
@@ -121,7 +121,7 @@ def test_no_question_if_computing_is_as_fast_as_an_answer(store: MemoryStore) ->
         rig.engine.parts.costs.prefill_rate = 1e3
         assert rig.engine.parts.transfers is not None
         assert rig.engine.parts.transfers.find_patience(7) == pytest.approx(0.0028)
-        assert rig.engine.parts.transfers.find_patience(10**6) == connector._FIND_PATIENCE_S
+        assert rig.engine.parts.transfers.find_patience(10**6) == loads._FIND_PATIENCE_S
 
 
 def test_an_engine_without_shared_tier_asks_nothing() -> None:
@@ -262,7 +262,7 @@ def test_a_close_does_not_wait_for_questions_that_have_not_begun(store: MemorySt
 
 def test_a_store_is_left_alone_after_a_failure(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of one prompt do not fail one timeout after the other."""
-    monkeypatch.setattr(connector, "_FIND_PATIENCE_S", PATIENCE_S)
+    monkeypatch.setattr(loads, "_FIND_PATIENCE_S", PATIENCE_S)
     monkeypatch.setattr(store_tier, "PAUSE_S", 1000.0)
     fill(store)
     with serving(slots=24, store=store) as rig:

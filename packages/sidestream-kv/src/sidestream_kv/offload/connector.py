@@ -39,18 +39,12 @@ from sidestream_kv.offload.tickets import (
     WorkerEvent,
     WriteRest,
 )
-from sidestream_kv.offload.tiers.base import SharedTier
 from sidestream_kv.offload.tiers.stack import BlockMemory, Checksums, TierStack
 from sidestream_kv.offload.worker import OffloadWorker
 from sidestream_kv.types import Fence, FindPlan, Key, LayerGates, LoadPlan, PromotePlan, RequestId, TransferPlan
 
 # Polling interval of `flush`.
 _FLUSH_POLL_S = 0.001
-# A request waits for a shared tier's answer at most this long, and at most this share of the time that it would take to
-# compute the missing blocks. It does not ask if that is less than an answer takes.
-_FIND_PATIENCE_S = 0.05
-_FIND_SHARE = 0.1
-_FIND_LEAST_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +169,6 @@ class OffloadConnector:
         self._pools = pools
         self._costs = costs
         self._deadline_s = load_deadline_s
-        self._has_shared = any(isinstance(tier, SharedTier) for tier in tiers.persistent.values())
         self._clock = device.now
         self._sleep = device.sleep
         self._layout = memory.layout
@@ -235,11 +228,7 @@ class OffloadConnector:
         """Seconds that a request may wait for the answer whether shared tiers hold `num_blocks` blocks that no tier is
         known to hold. 0: it does not ask, because no tier is shared, or because computing the blocks is fast.
         """
-        if not self._has_shared:
-            return 0.0
-        # rule: question-is-a-small-share-of-computing
-        patience_s = min(_FIND_PATIENCE_S, self._deadline_s, _FIND_SHARE * self._costs.compute_seconds(num_blocks))
-        return patience_s if patience_s >= _FIND_LEAST_S else 0.0
+        return min(self._waits.find_patience(num_blocks), self._deadline_s)
 
     # ------------------------------------------------------------------ submission: never blocks
 
@@ -324,9 +313,7 @@ class OffloadConnector:
 
     def poll(self) -> list[TransferEvent]:
         """Apply the worker's events, and release the device blocks whose transfers have settled. Returns the events
-        that the scheduler must handle.
-
-        Raises the exception that ended the worker.
+        that the scheduler must handle. Raises the exception that ended the worker.
         """
         events: list[TransferEvent] = []
         # rule: settled-is-read-before-the-events
@@ -393,11 +380,9 @@ class OffloadConnector:
         return self._thread.failure is not None or self._worker.forgotten == self._switches.generation
 
     def forget_all(self, tiers: tuple[str, ...] | None = None) -> dict[str, int]:
-        """Make every block in `tiers` unreachable (hazard H8): plans submitted after this call find none of the
-        blocks. None: in all tiers. Returns a dictionary that has the number of dropped blocks by tier once
-        `has_forgotten` is True.
-
-        Transfers in flight are not cancelled, but the blocks that they bring to any tier stay unreachable, too.
+        """Make every block in `tiers` unreachable (hazard H8), also those that transfers in flight bring: plans
+        submitted after this call find none of the blocks. None: in all tiers. Returns a dictionary that has the number
+        of dropped blocks by tier once `has_forgotten` is True.
         """
         self._switches.generation += 1  # rule: reset-begins-a-generation
         command = Forget(tiers=tiers)

@@ -43,10 +43,17 @@ from sidestream_kv.offload.tickets import (
     UnsettledJobs,
     WorkerEvent,
 )
+from sidestream_kv.offload.tiers.base import SharedTier
 from sidestream_kv.offload.tiers.stack import BlockMemory, Checksums, TierStack
 from sidestream_kv.types import HOST, FindPlan, Key, LoadPlan, PromotePlan, RequestId
 
 logger = logging.getLogger(__name__)
+
+# A request waits for a shared tier's answer at most this long, and at most this share of the time that it would take to
+# compute the missing blocks. It does not ask if that is less than an answer takes.
+_FIND_PATIENCE_S = 0.05
+_FIND_SHARE = 0.1
+_FIND_LEAST_S = 0.001
 
 PREFETCH = -1
 """Stands for a request's id, in a promotion that no request waits for."""
@@ -528,6 +535,7 @@ class TierWaits:
     def __init__(self, tiers: TierStack, costs: CostModel, metrics: Metrics) -> None:
         self._tiers = tiers
         self._costs = costs
+        self._has_shared = any(isinstance(tier, SharedTier) for tier in tiers.persistent.values())
         self._balances = {name: TierBalance(name, metrics) for name in tiers.persistent}
         self._waits: dict[tuple[RequestId, int], list[_Wait]] = {}
 
@@ -538,6 +546,14 @@ class TierWaits:
     def turned_down(self) -> list[str]:
         """The names of the tiers that are turned down. Any thread may read it."""
         return [name for name, balance in self._balances.items() if balance.turned_down]
+
+    def find_patience(self, num_blocks: int) -> float:
+        """See `OffloadConnector.find_patience`."""
+        if not self._has_shared:
+            return 0.0
+        # rule: question-is-a-small-share-of-computing
+        patience_s = min(_FIND_PATIENCE_S, _FIND_SHARE * self._costs.compute_seconds(num_blocks))
+        return patience_s if patience_s >= _FIND_LEAST_S else 0.0
 
     def allows(self, tiers: Iterable[str], now_s: float) -> bool:
         """Whether a request may wait for these tiers."""
