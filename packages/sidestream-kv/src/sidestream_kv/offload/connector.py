@@ -211,7 +211,6 @@ class OffloadConnector:
 
     def worth_loading(self, sources: Sequence[str], *, num_blocks: int | None = None, num_partial: int = 0) -> bool:
         """Whether loading is expected to take less time than the prefill of `num_blocks` blocks and than the deadline.
-
         `sources` names the tier of each block to load. `num_blocks` is by default the number of these blocks.
         `num_partial` of them are loaded without the layers with a sliding window. False if a tier is turned down.
         """
