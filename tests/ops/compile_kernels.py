@@ -90,13 +90,13 @@ compiled(
 )
 for split, wide, lines, keys, warps in ((0, 0, 128, 64, 8), (256, 256, 16, 32, 2), (256, 512, 64, 32, 4)):
     compiled(
-        attention.attend, *[BF16] * 3, *[FLOAT] * 3, INT, LONG, LONG, *["i32"] * 5, "fp32", "fp32", *["i32"] * 7,
+        attention.attend, *[BF16] * 4, *[FLOAT] * 3, INT, LONG, LONG, *["i32"] * 5, "fp32", "fp32", *["i32"] * 7,
         warps=warps, overlap=True, SPLIT_TOKENS=split, NARROW_SPLITS=16, WIDE_TOKENS=wide, WINDOW=True, CAPPED=True,
-        GROUP=4, PADDED_DIM=128, BLOCK_TOKENS=16, BLOCK_M=lines, BLOCK_N=keys, OVERLAP=True, **heads,
+        SINKS=True, GROUP=4, PADDED_DIM=128, BLOCK_TOKENS=16, BLOCK_M=lines, BLOCK_N=keys, OVERLAP=True, **heads,
     )  # fmt: skip
 compiled(
-    attention.combine, *[FLOAT] * 3, BF16, LONG, LONG, *["i32"] * 4, warps=1, overlap=True,
-    SPLIT_TOKENS=256, NARROW_SPLITS=16, WIDE_TOKENS=512, WINDOW=False, HEADS=32, HEAD_DIM=128, PADDED_DIM=128,
+    attention.combine, *[FLOAT] * 3, BF16, BF16, LONG, LONG, *["i32"] * 4, warps=1, overlap=True,
+    SPLIT_TOKENS=256, NARROW_SPLITS=16, WIDE_TOKENS=512, WINDOW=False, SINKS=True, HEADS=32, HEAD_DIM=128, PADDED_DIM=128,
     OVERLAP=True,
 )  # fmt: skip
 for size in (16, 48):
@@ -111,12 +111,14 @@ compiled(
     tile,
     tile,
     BF16,
+    BF16,
     LONG,
     LONG,
     *["i32"] * 4,
     "fp32",
     "i32",
     "i32",
+    SINKS=True,
     GROUP=4,
     BLOCK_M=64,
     BLOCK_N=64,

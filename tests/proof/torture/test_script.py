@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from proof.torture import Asked, Event, Fault, Outcome, Workload, draw_workload, run_schedule
-from proof.torture.script import Script, ScriptedDevice, _damage
+from proof.torture.script import DiskSlots, Script, ScriptedDevice, ScriptedTier
 from proof.torture.workload import DAMAGE, FAULTS_OF, EventKind, Operation
 from sidestream.engine.failures import Failures
 from sidestream.engine.loop import StepLoop
 from sidestream.errors import InvariantError
+from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.offload.tiers.disk import DiskTier
+from sidestream_kv.offload.tiers.index import Entry
 from sidestream_order.sim import make_policy
 
 FIRST, SECOND, THIRD = (tuple(range(start, start + 16)) for start in (1, 21, 41))
@@ -100,39 +104,56 @@ def test_a_crash_keeps_the_disk_and_unanswered_clients_ask_again() -> None:
         assert sum(text.startswith("submits request 0") for text in texts) == 2
 
 
+@pytest.fixture
+def scripted(tmp_path: Path) -> Iterator[tuple[ScriptedTier, list[Entry]]]:
+    """A tier on a real disk, and its three entries: the others are used after the first."""
+    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_tokens=8, dtype="float32")
+    tier = DiskTier.open(tmp_path / "disk", layout=layout, fingerprint="made up", capacity_bytes=1 << 20)
+    entries = []
+    for number in range(3):
+        grant = tier.index.reserve(bytes([number + 1]) * 16)
+        assert grant is not None
+        tier.write(grant, memoryview(bytearray([number]) * layout.block_bytes))
+        tier.index.publish(grant)
+        entries.append(grant.entry)
+    device = ScriptedDevice(make_policy("early", random.Random(0)), Script(workload()), tracer=None)
+    yield ScriptedTier(tier, device, lambda _: None, lambda _: entries[1:]), entries
+    tier.close()
+    device.close()
+
+
 @pytest.mark.parametrize(
     ("fault", "changed"),
     [
-        (Fault("read", "flipped", 0), [(0, 99)]),
+        (Fault("read", "flipped", 0), [(0, 4223)]),
         (Fault("read", "flipped", 0, place=0.0), [(0, 0)]),
-        (Fault("read", "flipped", 0, place=0.5, entries=2), [(0, 49), (1, 49)]),
-        (Fault("read", "truncated", 0, place=0.5), [(0, 49)]),
+        (Fault("read", "flipped", 0, place=0.999, entries=2), [(0, 4218), (1, 4218)]),
+        (Fault("read", "truncated", 0, place=0.0), [(0, 0)]),
     ],
 )
-def test_damage_is_done_at_its_place_and_to_as_many_files_as_it_says(
-    fault: Fault, changed: list[tuple[int, int]], tmp_path: Path
+def test_damage_is_done_at_its_place_and_to_as_many_slots_as_it_says(
+    fault: Fault, changed: list[tuple[int, int]], scripted: tuple[ScriptedTier, list[Entry]]
 ) -> None:
-    files = [tmp_path / name for name in "abc"]
-    for number, file in enumerate(files):
-        file.write_bytes(bytes([number]) * 100)
-    _damage([str(tmp_path / "gone"), *map(str, files)], fault)
+    tier, entries = scripted
+    slots = DiskSlots(tier._inner.directory)
+    before = [slots.bytes_of(slots.slots[entry]) for entry in entries]
+    tier._damage(entries[0], fault)
     found = []
-    for number, file in enumerate(files):
-        before, after = bytes([number]) * 100, file.read_bytes()
-        if fault.kind == "truncated" and len(after) < 100:
-            found.append((number, len(after)))
-        found += [(number, at) for at, byte in enumerate(after) if byte != before[at]]
+    for number, entry in enumerate(entries):
+        after = slots.bytes_of(slots.slots[entry])
+        different = [at for at, byte in enumerate(after) if byte != before[number][at]]
+        found += [(number, at) for at in (different[:1] if fault.kind == "truncated" else different)]
     assert found == changed
 
 
-def test_swapped_files_exchange_their_contents_with_the_last_used_ones(tmp_path: Path) -> None:
-    files = [tmp_path / name for name in "abc"]
-    for file in files:
-        file.write_text(file.name)
-    _damage([str(file) for file in files], Fault("read", "swapped", 0))
-    assert [file.read_text() for file in files] == ["b", "a", "c"]
-    _damage([str(file) for file in files[:1]], Fault("read", "swapped", 0))
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["a", "b", "c"]
+def test_swapped_slots_exchange_their_contents_with_the_last_used_ones(
+    scripted: tuple[ScriptedTier, list[Entry]],
+) -> None:
+    tier, entries = scripted
+    slots = DiskSlots(tier._inner.directory)
+    before = [slots.bytes_of(slots.slots[entry]) for entry in entries]
+    tier._damage(entries[0], Fault("read", "swapped", 0))
+    assert [slots.bytes_of(slots.slots[entry]) for entry in entries] == [before[1], before[0], before[2]]
 
 
 def test_workloads_damage_headers_blocks_and_several_files() -> None:
