@@ -6,7 +6,9 @@ import logging
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -327,6 +329,9 @@ def test_mooncake_that_stalls_costs_a_timeout(mooncake_server: MooncakeServer, m
     tier = open_mooncake(master=mooncake_server.address, prefix="stall", timeout_s=0.3)
     entries = [write(tier, name) for name in ("a", "b")]
     mooncake_server.lender.send_signal(signal.SIGSTOP)
+    status = Path(f"/proc/{mooncake_server.lender.pid}/stat")
+    while status.read_text().rpartition(")")[2].split()[0] != "T":  # all its threads have stopped
+        time.sleep(0.01)
     try:
         with pytest.raises(TierError, match=r"did not answer within 0\.3 s"):
             tier.read(entries[0], out)

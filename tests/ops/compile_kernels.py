@@ -96,8 +96,8 @@ for split, wide, lines, keys, warps in ((0, 0, 128, 64, 8), (256, 256, 16, 32, 2
     )  # fmt: skip
 compiled(
     attention.combine, *[FLOAT] * 3, BF16, BF16, LONG, LONG, *["i32"] * 4, warps=1, overlap=True,
-    SPLIT_TOKENS=256, NARROW_SPLITS=16, WIDE_TOKENS=512, WINDOW=False, SINKS=True, HEADS=32, HEAD_DIM=128, PADDED_DIM=128,
-    OVERLAP=True,
+    SPLIT_TOKENS=256, NARROW_SPLITS=16, WIDE_TOKENS=512, WINDOW=False, SINKS=True, HEADS=32,
+    HEAD_DIM=128, PADDED_DIM=128, OVERLAP=True,
 )  # fmt: skip
 for size in (16, 48):
     compiled(
