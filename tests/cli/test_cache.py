@@ -71,6 +71,17 @@ def test_a_directory_is_cleared_only_when_no_engine_uses_it(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
+def test_clear_takes_one_tier_or_its_ranks_and_not_every_tier_below(tmp_path: Path) -> None:
+    for name in ("one", "two", "both/rank-0-of-2", "both/rank-1-of-2"):
+        tier_at(tmp_path / name, *KEYS).close()
+    result = CliRunner().invoke(app, ["cache", "clear", str(tmp_path)])
+    assert result.exit_code != 0
+    assert len(run("ls", tmp_path, "--json")["directories"]) == 4
+    run("clear", tmp_path / "both")
+    run("clear", tmp_path / "one")
+    assert [each["path"] for each in run("ls", tmp_path, "--json")["directories"]] == [str(tmp_path / "two")]
+
+
 def test_a_directory_of_format_version_1_is_cleared(tmp_path: Path) -> None:
     (tmp_path / "sidestream-tier.json").write_text('{"format_version": 1}')
     (tmp_path / "sidestream-tier.lock").write_text("4711")

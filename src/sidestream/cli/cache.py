@@ -96,7 +96,7 @@ def clear(directory: Directory) -> None:
     """Delete the tier in DIR, of any format version, and nothing else. Refused while an engine uses it."""
     from sidestream_kv.offload.tiers import inspection
 
-    for path in inspection.find_directories(directory):
+    for path in inspection.directories_of_tier(directory):
         inspection.clear(path)
         print(f"cleared {path}")
 

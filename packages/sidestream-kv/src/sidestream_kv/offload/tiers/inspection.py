@@ -61,6 +61,20 @@ def find_directories(path: Path) -> list[Path]:
     return found
 
 
+def directories_of_tier(path: Path) -> list[Path]:
+    """The directory of one tier at `path`, or those of its ranks in it. Raises ConfigError if there is none: what lies
+    deeper belongs to other tiers.
+    """
+    found = [path] if (path / TIER_FILE).exists() else sorted(path.glob("rank-*-of-*/"))
+    found = [each for each in found if (each / TIER_FILE).exists()]
+    if not found:
+        raise ConfigError(
+            f"{path} is not the directory of a disk tier, as it has no file {TIER_FILE}: give one of those that "
+            f"`sidestream cache ls {path}` lists"
+        )
+    return found
+
+
 def description_of(path: Path) -> dict[str, Any]:
     """The description of a directory. Raises ConfigError if it is damaged."""
     directory = TierDirectory.existing(path)
