@@ -214,7 +214,9 @@ def test_a_chat_template_cannot_reach_python(llama: Path, tmp_path: Path, marker
 
 
 def _auto_loaders(tree: ast.AST) -> list[tuple[int, bool]]:
-    """Line of every use of `Auto….from_pretrained`, and whether it is a call that runs no foreign code."""
+    """Line of every use of `Auto….from_pretrained` or `…().from_pretrained`, and whether it is a call that runs no
+    foreign code.
+    """
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     safe = {id(call.func) for call in calls if "trust_remote_code=False" in map(ast.unparse, call.keywords)}
     return [
@@ -222,8 +224,7 @@ def _auto_loaders(tree: ast.AST) -> list[tuple[int, bool]]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
         and node.attr == "from_pretrained"
-        and isinstance(node.value, ast.Name)
-        and node.value.id.startswith("Auto")
+        and (isinstance(node.value, ast.Call) or ast.unparse(node.value).startswith("Auto"))
     ]
 
 

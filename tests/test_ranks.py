@@ -15,6 +15,7 @@ import pytest
 import rank_that_ends
 from rank_that_ends import is_rank
 
+from proof.disk_slots import DiskSlots
 from proof.tiny_models import tiny_model_dir
 from sidestream import LLM, ConfigError, ModelError, OffloadConfig, SamplingParams, SpeculativeConfig
 from sidestream.config import EngineConfig
@@ -62,10 +63,11 @@ def test_two_ranks_equal_one_with_offload_preemption_and_drafts(model: Path, tmp
             assert llm.metrics.value("preemptions_total") > 0 or tier == "disk"
             assert sum(map(is_rank, children())) == 1
         assert not any(is_rank(pid) for pid in children())
-        entries = [sorted((tmp_path / "kv" / f"rank-{rank}-of-2").glob("??/*")) for rank in range(2)]
-        assert [path.name for path in entries[0]] == [path.name for path in entries[1]]
-        entries[0][0].unlink()  # as if a kill -9 had come between two writes
-        entries[1][-1].unlink()
+        disks = [DiskSlots(tmp_path / "kv" / f"rank-{rank}-of-2") for rank in range(2)]
+        entries = sorted(disks[0].slots)
+        assert entries == sorted(disks[1].slots)
+        for disk, entry in zip(disks, (entries[0], entries[-1]), strict=True):
+            disk.table.void(disk.slots[entry])  # as if a kill -9 had come between two writes
     with pytest.raises(ConfigError, match="rank-0-of-2"):
         LLM(model, offload=offload, **options)
     with pytest.raises(ConfigError, match=r"holds rank-0-of-2, which 4 ranks cannot use|cannot divide"):

@@ -331,8 +331,9 @@ def read_module(
         "output_loading_info": True,
     }
     if checkpoint.state_dict is None:
-        offline = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
-        module, loaded = whole_class(config).from_pretrained(directory, config=config, **offline, **how)
+        module, loaded = whole_class(config).from_pretrained(
+            directory, config=config, use_safetensors=True, local_files_only=True, trust_remote_code=False, **how
+        )
     else:
         state_dict = checkpoint.state_dict if kept is None else kept.state_dict
         module, loaded = _from_state_dict(directory, config, state_dict, how)
@@ -357,7 +358,9 @@ def _from_state_dict(
     """Transformers' module with the weights of a state dict, which are not quantised any more, and how loading went."""
     plain = copy.deepcopy(config)
     del plain.quantization_config
-    module, loaded = whole_class(plain).from_pretrained(None, config=plain, state_dict=state_dict, **how)
+    module, loaded = whole_class(plain).from_pretrained(
+        None, config=plain, state_dict=state_dict, trust_remote_code=False, **how
+    )
     with contextlib.suppress(OSError):  # the directory has no generation_config.json
         module.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     return module, loaded
