@@ -17,8 +17,8 @@ as coherent, and a file that was cut short, or a bad block of the disk, is an er
 
 **A lease** is a lock of the system (`F_OFD_SETLK`) on one byte of the table file: shared by readers of a slot,
 exclusive for its writer. The system ends the locks of a process when the process ends, so a crashed reader or writer
-blocks nobody, and no lease ends by time. All threads of a process share one open file, whose locks do not exclude each
-other, so the process counts its own leases.
+blocks no other process, and no lease ends by time. The threads of a process share one open file. Its locks exclude no
+thread of the same process, so each process counts its own leases.
 
 **Blocks** are in segment files, in slots of a fixed size: a header of one page and the block, in whole pages.
 
