@@ -55,7 +55,7 @@ EQUIVALENT = (
         "H9",
         "a block that some ranks lack counts as found, and each of its reads fails",
         _STORE + "ranks_find_a_block_that_all_of_them_hold",
-        Rewrite("None not in each", "True"),
+        Rewrite("None not in each", "each"),
     ),
     _noticed(
         "rank-has-its-part-of-a-store",
@@ -75,7 +75,7 @@ EQUIVALENT = (
         "H10",
         "a call that ended late writes into the buffer of another call",
         _STORE + "a_late_call_of_mooncake_keeps_its_buffer_until_it_ends",
-        Rewrite("last.add_done_callback(lambda _: self._free.append(buffer))", "self._free.append(buffer)"),
+        Rewrite(".add_done_callback(lambda _: ", ".done(), ("),
     ),
     _noticed(
         "calls-end-before-the-client",
@@ -131,7 +131,7 @@ EQUIVALENT = (
         "H7",
         "an answer is taken in before it has come",
         _ENGINE + "a_late_answer_serves_the_next_request",
-        Rewrite(" if question.fence.poll()", ""),
+        Rewrite(".fence.poll()", ".fence"),
     ),
     _noticed(
         "answer-enters-the-index",

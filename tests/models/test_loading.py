@@ -162,9 +162,9 @@ def test_reasons_of_refusals_name_the_model_family() -> None:
         except Exception:  # it cannot be made without arguments
             continue
         try:
-            check_servable(config)
-            layout_of(config, dtype="float32", block_tokens=16)
-            max_positions(config)
+            text = check_servable(config)
+            layout_of(text, dtype="float32", block_tokens=16)
+            max_positions(text)
         except ModelError as error:
             if not str(error).startswith(f"{config.model_type} "):
                 unclear[kind] = str(error)

@@ -27,6 +27,7 @@ from proof.tiny_models import tiny_model_dir
 from sidestream.config import WATCHDOG_OPTION
 from sidestream.errors import EngineStopped, ProcessFailed
 from sidestream.server import ServerOptions, Supervisor, bind, bind_shared
+from sidestream_kv.offload.tiers.inspection import Inspection, find_directories
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
 
@@ -335,9 +336,9 @@ if any("engine_main" in argument for argument in sys.orig_argv):
 def test_the_last_log_line_names_a_failed_engine_and_its_kv_is_stored(tiny: Path, tmp_path: Path) -> None:
     flag, kv = tmp_path / "fail", tmp_path / "kv"
     (tmp_path / "sitecustomize.py").write_text(FAILING_ENGINE.format(flag=str(flag)))
-    options = ("--api-processes", 1, "--offload-disk", kv, "--offload-host", "8MiB")
+    tiers = ("--offload-disk", kv, "--offload-host", "8MiB", "--offload-write-policy", "all")
     with (
-        serving(tiny, *options, faults=tmp_path) as server,
+        serving(tiny, "--api-processes", 1, *tiers, faults=tmp_path) as server,
         httpx.Client(base_url=server.url, timeout=WAIT_S) as client,
     ):
         stream = server.stream()
@@ -350,7 +351,8 @@ def test_the_last_log_line_names_a_failed_engine_and_its_kv_is_stored(tiny: Path
     assert status == 1
     assert log[-1] == "error: the engine's process has ended: the engine failed: RuntimeError: injected"
     assert sum("the engine failed and stops serving" in line for line in log) == 1
-    assert list(kv.glob("*/*-*"))
+    (directory,) = find_directories(kv)
+    assert Inspection(directory).verify().good > 0
 
 
 ENDS_LATE = """
