@@ -21,6 +21,7 @@ HAZARDS      the faults that the rules prevent, by number
 from __future__ import annotations
 
 from proof.mutations import (
+    cache_options,
     client,
     connectors,
     copies,
@@ -73,6 +74,7 @@ _TABLES = (
     tier_io,
     tiers,
     shared_tiers,
+    cache_options,
     runner,
     ranks,
     engine,

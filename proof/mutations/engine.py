@@ -396,8 +396,8 @@ _DROP = "it drops blocks whose KV is right; tests/engine/test_prefixes.py covers
 
 EXEMPT = (
     Exempt("Prefixes.run", ("_unpin", "_drop"), PINS),
-    Exempt("Prefixes._pin_now", ("add", "add"), PINS),
-    Exempt("Prefixes._drop", ("forget", "forget", "forget", "drop", "failure"), _DROP),
+    Exempt("Prefixes._pin_now", ("add",), PINS),
+    Exempt("Prefixes._drop", ("forget", "forget", "drop", "failure"), _DROP),
     Exempt("Prefixes._keys", ("salt=",), "a pin of another salt's blocks; tests/engine/test_prefixes.py covers it"),
     Exempt("build_engine", ("callback", "callback"), _UNBUILT),
     Exempt("_build_parts", ("salt=",), "see new-weights-keep-the-salt"),

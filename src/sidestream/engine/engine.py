@@ -26,7 +26,9 @@ from sidestream.engine.operations import Operations
 from sidestream.engine.output_stream import Handle, OutputStream, OutputStreams, Sink
 from sidestream.engine.parts import Parts
 from sidestream.engine.prefixes import Prefixes
+from sidestream.engine.sessions import Sessions
 from sidestream.engine.stats import CacheHistory
+from sidestream.engine.tier_pins import TierPins
 from sidestream.errors import CallTimeout, ConfigError, DeviceLost, EngineStopped
 from sidestream.grammar import TokenGrammar, grammar_of
 from sidestream.schedule.limits import CheckedRequest, RequestChecker
@@ -55,7 +57,7 @@ class Engine:
             metrics=parts.metrics,
             serving=self.serving,
             clock=parts.device.now,
-            on_end=self.history.ended,
+            on_end=self._ended,
         )
         self._failures = Failures(
             serving=self.serving, inbox=parts.inbox, streams=self.streams, scheduler=parts.scheduler
@@ -70,8 +72,16 @@ class Engine:
             wait_a_turn=self._wait_a_turn,
             is_alive=lambda: self._alive,
         )
+        pins = TierPins(parts)
+        self.sessions = Sessions(parts, pins)
         self.prefixes = Prefixes(
-            parts, self.history, call=self.call, store_again=self.loop.store_again, is_alive=lambda: self._alive
+            parts,
+            self.history,
+            pins,
+            self.sessions,
+            call=self.call,
+            store_again=self.loop.store_again,
+            is_alive=lambda: self._alive,
         )
         self._ids = itertools.count()
         self._closing = threading.Lock()  # one close at a time; guards _closed
@@ -166,6 +176,7 @@ class Engine:
             grammar=None if grammar is None else grammar.copy(),
             name=name,
             cache_salt=checked.cache_salt,
+            cache=params.cache,
             sampling=params.spec(seed=checked.seed + index, eos_ids=parts.eos_ids, defaults=parts.defaults),
             max_outputs=checked.max_outputs,
             stop_ids=frozenset(
@@ -175,6 +186,10 @@ class Engine:
             priority=checked.priority,
             max_drafts=parts.max_drafts if params.max_drafts is None else min(params.max_drafts, parts.max_drafts),
         )
+
+    def _ended(self, stream: OutputStream, now_s: float) -> None:
+        self.history.ended(stream, now_s)
+        self.sessions.ended(stream, now_s)
 
     def on_kv_events(self, on_batch: OnBatch) -> None:
         """Call `on_batch` for every batch of KV events from now on. Raises ConfigError if KV events are off."""

@@ -332,6 +332,8 @@ class Admission:
             if late:
                 return Lookup(num_found, num_found + late, "load_late", request.promoted_from[wanted[num_found]])
         if located.num_joinable <= num_found:  # nearly always
+            if request.cache is not None and (tier := self._tiers.beyond(wanted[num_found : num_found + 1])):
+                return Lookup(num_found, num_found + 1, "request_limit", tier)
             return Lookup(num_found, num_found)
         tier = next(iter(self._tiers.locate(request, wanted[num_found : num_found + 1])), DEVICE)
         if request.states is not None:

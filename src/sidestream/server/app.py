@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import re
 import time
@@ -46,6 +47,7 @@ from sidestream.server.body import EVENT_STREAM, BodyReader, JsonResponse, to_js
 from sidestream.server.cache_explanation import FORGOTTEN, as_json
 from sidestream.server.cache_marks import CacheHints
 from sidestream.server.cache_prefixes import PARSERS, cache_routes
+from sidestream.server.cache_sessions import session_routes
 from sidestream.server.early_breaks import LEAST_PROMPT, EarlyBreaks
 from sidestream.server.errors import ApiError, bad_request
 from sidestream.server.fields import Api, Call, Served, parse_chat, parse_detokenize, parse_text, parse_tokenize
@@ -192,6 +194,7 @@ def create_app(
             *_state_routes(backend, options, served),
             *_page(backend, options, served, draining),
             *operation_routes(backend),
+            *session_routes(backend, bodies),
             *cache_routes(backend, bodies, text, shows_text=options.explain_cache == "text"),
             *document_routes(served.model_name, known_paths),
             *(batches.routes(bodies, options.allowed_origins) if batches else ()),
@@ -440,8 +443,11 @@ class Completions:
             call = await self._parse(body)
         if record.grant is not None:
             call = record.grant.accept(call)
+        headers = Headers(scope=scope)
+        if (params := self._hints.with_session(call.params, headers)) is not call.params:
+            call = dataclasses.replace(call, params=params)
         record.request_id, record.params = call.request_id or record.request_id, call.params
-        if call.explain_cache or _asks_for_explanation(Headers(scope=scope)):
+        if call.explain_cache or _asks_for_explanation(headers):
             record.explains = "text" if has_admin_key(scope) else self._explains
             if record.explains == "off":
                 message = "explanations are off: start the server with --explain-cache blocks, or leave this out"

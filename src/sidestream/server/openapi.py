@@ -17,7 +17,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from sidestream.config import SAMPLING_OPTIONS
-from sidestream.server import anthropic_messages, cache_prefixes, fields, openai_responses
+from sidestream.server import anthropic_messages, cache_prefixes, cache_sessions, fields, openai_responses
 from sidestream.server.body import JsonResponse
 from sidestream.server.fields import Body
 from sidestream.server.middleware import DOCS_PATH, HEALTH_PATHS, PAGE_PATHS
@@ -60,7 +60,8 @@ _CHECKED_BY_HAND: dict[str, Json] = {
     "system": _CONTENT,
     "tokens": _TOKENS,
 }
-_BODIES = {**fields.BODIES, **anthropic_messages.BODIES, **openai_responses.BODIES, **cache_prefixes.BODIES}
+_MODULES = (fields, anthropic_messages, openai_responses, cache_prefixes, cache_sessions)
+_BODIES = {path: body for module in _MODULES for path, body in module.BODIES.items()}
 _QUERY: dict[str, Json] = {
     "limit": {"type": "integer", "minimum": 1, "maximum": cache_prefixes.MAX_LIMIT},
     "tier": _TEXT,

@@ -29,6 +29,7 @@ from sidestream_kv.offload import pacing
 from sidestream_kv.offload.loads import PREFETCH, CostModel, TierWaits, TransferContext, layers_per_group
 from sidestream_kv.offload.tickets import (
     Command,
+    Demote,
     Forget,
     LoadMissed,
     LoadSubmitted,
@@ -395,6 +396,10 @@ class OffloadConnector:
         command = Forget(tuple(dict.fromkeys(keys)), tiers)
         self._send(command)
         return command.dropped
+
+    def demote(self, keys: Sequence[Key]) -> None:
+        """Let these blocks be evicted first, in every tier; of these, the last one first."""
+        self._send(Demote(tuple(keys)))
 
     def prefetch(self, keys: Sequence[Key]) -> None:
         """Read these blocks from persistent tiers into host memory, at most half of it, for requests to come."""

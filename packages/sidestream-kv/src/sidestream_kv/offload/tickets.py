@@ -61,7 +61,14 @@ class WriteRest:
     generation: int
 
 
-Command = SubmitPlans | Forget | WriteRest
+@dataclass(frozen=True, slots=True)
+class Demote:
+    """Command: evict these blocks first, in every tier; of these, the last one first."""
+
+    keys: tuple[Key, ...]
+
+
+Command = SubmitPlans | Forget | WriteRest | Demote
 
 
 @dataclass(frozen=True, slots=True)
