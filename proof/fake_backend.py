@@ -153,6 +153,7 @@ class FakeBackend:
         self.continues: list[bool] = []
         self.shown_tokens: list[Collection[str]] = []
         self.held: list[str] = []
+        self.closed: list[tuple[str, str]] = []
         self.finished: list[str] = []
         self.explained: list[str] = []
         self.explanation: CacheExplanation | None = None
@@ -218,6 +219,11 @@ class FakeBackend:
     ) -> dict[str, int]:
         """One block for each token, in the tier or on the device."""
         return {tier or "device": len(prompt)}
+
+    async def close_session(self, session: str, *, cache_salt: str = "") -> CachedPrefix | None:
+        """Every session holds one block, unless its name is `unknown`. Records name and salt in `closed`."""
+        self.closed.append((session, cache_salt))
+        return None if session == "unknown" else CachedPrefix("", self.block_tokens, {"device": 1})
 
     async def hand_over_prefix(self, prompt: Sequence[int], *, cache_salt: str = "") -> int:
         """All tokens, at once."""

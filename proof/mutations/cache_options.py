@@ -1,4 +1,4 @@
-"""Rules of what one request lets tiers do, and of sessions. The requests of the torture test have neither, so unit tests
+"""Rules of what one request lets tiers do, and of sessions. The torture test's requests have neither, so unit tests
 detect the removal of these rules.
 """
 

@@ -141,7 +141,7 @@ def test_sessions_of_different_salts_are_different() -> None:
         for salt in ("a", "b"):
             rig.submit(PROMPT, cache_salt=salt, cache=CacheOptions(session="s")).wait()
         rig.settle()
-        assert len(rig.engine.sessions) == 2
+        assert len(rig.engine.prefixes.sessions) == 2
         query = PrefixQuery(name="s", cache_salt=b"c")
         assert not rig.engine.prefixes.run("close_session", query, timeout_s=20.0)
 
@@ -163,7 +163,7 @@ def test_the_time_is_learned_from_the_pauses_of_the_session(
     with serving(slots=32) as rig:
         if pause_s is not None:
             ask(rig, session="a")
-            session = rig.engine.sessions._sessions["", "a"]
+            session = rig.engine.prefixes.sessions._sessions["", "a"]
             session.ended_s -= pause_s
         ask(rig, session="a", **options)
         found = held(rig)

@@ -26,9 +26,7 @@ from sidestream.engine.operations import Operations
 from sidestream.engine.output_stream import Handle, OutputStream, OutputStreams, Sink
 from sidestream.engine.parts import Parts
 from sidestream.engine.prefixes import Prefixes
-from sidestream.engine.sessions import Sessions
 from sidestream.engine.stats import CacheHistory
-from sidestream.engine.tier_pins import TierPins
 from sidestream.errors import CallTimeout, ConfigError, DeviceLost, EngineStopped
 from sidestream.grammar import TokenGrammar, grammar_of
 from sidestream.schedule.limits import CheckedRequest, RequestChecker
@@ -72,16 +70,8 @@ class Engine:
             wait_a_turn=self._wait_a_turn,
             is_alive=lambda: self._alive,
         )
-        pins = TierPins(parts)
-        self.sessions = Sessions(parts, pins)
         self.prefixes = Prefixes(
-            parts,
-            self.history,
-            pins,
-            self.sessions,
-            call=self.call,
-            store_again=self.loop.store_again,
-            is_alive=lambda: self._alive,
+            parts, self.history, call=self.call, store_again=self.loop.store_again, is_alive=lambda: self._alive
         )
         self._ids = itertools.count()
         self._closing = threading.Lock()  # one close at a time; guards _closed
@@ -189,7 +179,8 @@ class Engine:
 
     def _ended(self, stream: OutputStream, now_s: float) -> None:
         self.history.ended(stream, now_s)
-        self.sessions.ended(stream, now_s)
+        if stream.request.cache is not None:
+            self.prefixes.sessions.ended(stream, now_s)
 
     def on_kv_events(self, on_batch: OnBatch) -> None:
         """Call `on_batch` for every batch of KV events from now on. Raises ConfigError if KV events are off."""

@@ -39,8 +39,6 @@ _TOKENS_SHOWN = 256
 class Prefixes:
     """The operations on the prefixes of one engine.
 
-    pins         the pins of its tiers
-    sessions     its sessions
     call         `Engine.call`
     store_again  `StepLoop.store_again`
     is_alive     whether the engine thread has not ended
@@ -50,8 +48,6 @@ class Prefixes:
         self,
         parts: Parts,
         history: CacheHistory,
-        pins: TierPins,
-        sessions: Sessions,
         *,
         call: Call,
         store_again: Callable[[Sequence[Key]], None],
@@ -62,8 +58,8 @@ class Prefixes:
         self._call = call
         self._store_again = store_again
         self._is_alive = is_alive
-        self._pins = pins
-        self._sessions = sessions
+        self._pins = TierPins(parts)
+        self.sessions = Sessions(parts, self._pins)
 
     def run(self, operation: str, query: PrefixQuery, *, timeout_s: float) -> Sequence[CachedPrefix]:
         """Carry out `pin_prefix`, `unpin_prefix`, `prefetch_prefix`, `cached_prefixes`, `drop_prefix`, `close_session`
@@ -159,7 +155,7 @@ class Prefixes:
         salt = query.cache_salt.decode("utf-8", "surrogatepass")
 
         def close() -> None:
-            if keys := self._sessions.close(query.name, cache_salt=salt):
+            if keys := self.sessions.close(query.name, cache_salt=salt):
                 closed.append(self._prefix(keys[-1], keys))
 
         self._call(close, timeout_s=timeout_s)

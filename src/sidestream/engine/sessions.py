@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from sidestream.engine.output_stream import OutputStream
 from sidestream.engine.parts import Parts
 from sidestream.engine.tier_pins import TierPins
-from sidestream_kv.types import Key
+from sidestream_kv.types import Key, StorePlan
 
 FIRST_TTL_S = 300.0
 """How long the KV of a session is held that has not paused yet."""
@@ -82,7 +82,7 @@ class Sessions:
         keys = (*parts.scheduler.part_keys(session.pin[-1:]), *session.pin)
         parts.blocks.demote(keys)  # rule: closed-session-goes-first
         if parts.transfers is not None:
-            parts.transfers.demote(keys)
+            parts.transfers.submit([StorePlan((), (), (), (), superseded=keys)])
         return session.pin
 
     def _ttl_s(self, session: _Session, most_s: float) -> float:

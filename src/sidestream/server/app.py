@@ -45,6 +45,7 @@ from sidestream.server.audit import AuditLog
 from sidestream.server.backend import Backend
 from sidestream.server.body import EVENT_STREAM, BodyReader, JsonResponse, to_json
 from sidestream.server.cache_explanation import FORGOTTEN, as_json
+from sidestream.server.cache_fields import SESSION_HEADER
 from sidestream.server.cache_marks import CacheHints
 from sidestream.server.cache_prefixes import PARSERS, cache_routes
 from sidestream.server.cache_sessions import session_routes
@@ -444,8 +445,8 @@ class Completions:
         if record.grant is not None:
             call = record.grant.accept(call)
         headers = Headers(scope=scope)
-        if (params := self._hints.with_session(call.params, headers)) is not call.params:
-            call = dataclasses.replace(call, params=params)
+        if call.params.cache is not None or SESSION_HEADER in headers:
+            call = dataclasses.replace(call, params=self._hints.with_session(call.params, headers))
         record.request_id, record.params = call.request_id or record.request_id, call.params
         if call.explain_cache or _asks_for_explanation(headers):
             record.explains = "text" if has_admin_key(scope) else self._explains

@@ -552,7 +552,7 @@ def _sampling(
             logprobs=logprobs,
             n=asked.n,
             max_drafts=asked.max_drafts,
-            cache=cache_options(asked),
+            cache=cache_options(asked) if asked.model_fields_set & CacheFields.model_fields.keys() else None,
             allowed_token_ids=tuple(asked.allowed_token_ids),
             bad_words=tuple(asked.bad_words),
         )

@@ -29,7 +29,6 @@ from sidestream_kv.offload import pacing
 from sidestream_kv.offload.loads import PREFETCH, CostModel, TierWaits, TransferContext, layers_per_group
 from sidestream_kv.offload.tickets import (
     Command,
-    Demote,
     Forget,
     LoadMissed,
     LoadSubmitted,
@@ -396,10 +395,6 @@ class OffloadConnector:
         command = Forget(tuple(dict.fromkeys(keys)), tiers)
         self._send(command)
         return command.dropped
-
-    def demote(self, keys: Sequence[Key]) -> None:
-        """Let these blocks be evicted first, in every tier; of these, the last one first."""
-        self._send(Demote(tuple(keys)))
 
     def prefetch(self, keys: Sequence[Key]) -> None:
         """Read these blocks from persistent tiers into host memory, at most half of it, for requests to come."""

@@ -61,14 +61,7 @@ class WriteRest:
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Demote:
-    """Command: evict these blocks first, in every tier; of these, the last one first."""
-
-    keys: tuple[Key, ...]
-
-
-Command = SubmitPlans | Forget | WriteRest | Demote
+Command = SubmitPlans | Forget | WriteRest
 
 
 @dataclass(frozen=True, slots=True)

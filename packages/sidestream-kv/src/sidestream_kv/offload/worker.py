@@ -28,7 +28,7 @@ from sidestream_kv.offload import pacing
 from sidestream_kv.offload.loads import Loads, TransferContext
 from sidestream_kv.offload.pacing import Copy, Lane
 from sidestream_kv.offload.stores import Stores, TierWrites
-from sidestream_kv.offload.tickets import Command, Demote, Forget, StoreAgain, SubmitPlans, WorkerFailed, WriteRest
+from sidestream_kv.offload.tickets import Command, Forget, StoreAgain, SubmitPlans, WorkerFailed, WriteRest
 from sidestream_kv.offload.tier_io import Finds, Promotions, TierIO
 from sidestream_kv.types import HOST, Fence, FindPlan, LoadPlan, PromotePlan, StorePlan
 
@@ -171,8 +171,6 @@ class OffloadWorker:
                 blocks += 1 + self._submit(command)
             elif isinstance(command, WriteRest):
                 self._writes.write_rest(command.generation)
-            elif isinstance(command, Demote):
-                self._tiers.demote(command.keys)
             else:
                 self._forget(command)
 
