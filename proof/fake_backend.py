@@ -153,6 +153,7 @@ class FakeBackend:
         self.continues: list[bool] = []
         self.shown_tokens: list[Collection[str]] = []
         self.held: list[str] = []
+        self.model_paths: list[str] = []
         self.closed: list[tuple[str, str]] = []
         self.finished: list[str] = []
         self.explained: list[str] = []
@@ -228,6 +229,12 @@ class FakeBackend:
     async def hand_over_prefix(self, prompt: Sequence[int], *, cache_salt: str = "") -> int:
         """All tokens, at once."""
         return len(prompt)
+
+    async def update_weights(self, path: str, *, timeout_s: float) -> None:
+        """Takes every checkpoint but `missing`."""
+        if path == "missing":
+            raise RequestRejected("the weights stay as they are: no such directory", param="model_path")
+        self.model_paths.append(path)
 
     async def pause(self) -> None:
         """Set `status`; no request waits."""

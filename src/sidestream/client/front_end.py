@@ -349,6 +349,17 @@ class FrontEnd:
         self._check_open()
         await self.client.operate("pause")
 
+    async def update_weights(self, path: str, *, timeout_s: float = 600.0) -> None:
+        """Replace the weights by those of a checkpoint of the same architecture: a directory, a hub id, or a name that
+        `sidestream models` lists. Requests that have begun end with the old weights, others wait. All KV of the old
+        weights becomes unreachable. Tokenizer and sampling defaults stay.
+
+        Raises RequestRejected, and changes nothing, if the checkpoint cannot be read or does not fit. Raises
+        CallTimeout after `timeout_s`; the weights may still be replaced. Raises EngineStopped.
+        """
+        self._check_open()
+        await self.client.operate("update_weights", timeout_s=timeout_s, name=path)
+
     async def resume(self) -> None:
         """End a `pause`. Idempotent. Raises EngineStopped and CallTimeout."""
         self._check_open()

@@ -65,6 +65,7 @@ class Engine:
             parts,
             serving=self.serving,
             cancel=self.streams.cancel,
+            replace=self.update_weights,
             on_reset=self.history.reset,
             call=self.call,
             wait_a_turn=self._wait_a_turn,
@@ -266,10 +267,9 @@ class Engine:
         """Let `apply` replace the model's weights as soon as no request uses them. Returns at once, with an event that
         is set when the weights were replaced.
 
-        Requests that have begun end with the old weights; other requests wait and begin with the new weights.
-        `fingerprint` identifies the new weights, like `PagedModel.fingerprint`. Afterwards, no old block is reachable
-        in any tier. Transfers in flight complete, but publish no block (hazards H8, H14). `apply` runs on the engine
-        thread, between two steps; if it raises, the engine fails. Raises ConfigError if several ranks share the model.
+        Requests that have begun end with the old weights; others wait for the new ones, which `fingerprint` identifies.
+        Afterwards, no old block is reachable in any tier (hazards H8, H14). `apply` runs on the engine thread; if it
+        raises, the engine fails. Raises ConfigError if several ranks share the model.
         """
         if (ranks := self.parts.ranks) is not None:
             raise ConfigError(f"weights cannot be replaced while {ranks.size} ranks share them: start a new engine")

@@ -121,6 +121,10 @@ class Backend(Protocol):
         """Wait until a shared store holds the prompt's KV; see `FrontEnd.hand_over_prefix`."""
         ...
 
+    async def update_weights(self, path: str, *, timeout_s: float) -> None:
+        """Replace the weights; see `FrontEnd.update_weights`."""
+        ...
+
     async def pause(self) -> None:
         """Let new requests wait until `resume`."""
         ...
