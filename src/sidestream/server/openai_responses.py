@@ -484,7 +484,7 @@ class ResponsesReply:
         response = self._response(status)
         if self._call.items:
             data = b'{"input":%b,"response":%b}' % (self._call.items, to_json(response))
-            await asyncio.to_thread(self._store.put, response["id"], data)
+            await asyncio.to_thread(self._store.put, response["id"], data, owner=self._record.owner)
         return response
 
     def _response(self, status: str, error: Json | None = None) -> Json:
