@@ -1,10 +1,10 @@
-"""Rules of what one request lets tiers do, and of sessions. The torture test's requests have neither, so unit tests
-detect the removal of these rules.
+"""Rules of what one request lets tiers do, of sessions, and of reads for the queue. The torture test's requests have
+no options, so unit tests detect the removal of these rules.
 """
 
 from __future__ import annotations
 
-from proof.mutations.operators import Always, Delete, Operator, Rewrite
+from proof.mutations.operators import Always, Delete, Never, Operator, Rewrite
 from proof.mutations.reasons import MESSAGE, PINS
 from proof.mutations.tables import Equivalent, Exempt, Mutation
 
@@ -13,9 +13,11 @@ MUTATIONS = ()
 _DELETE = Delete()
 
 
-def _noticed(name: str, consequence: str, by: str, change: Operator = _DELETE) -> Equivalent:
+def _noticed(
+    name: str, consequence: str, by: str, change: Operator = _DELETE, file: str = "engine/test_cache_options.py"
+) -> Equivalent:
     mutation = Mutation(name=name, hazard="H26", change=change, consequence=consequence)
-    test = f"engine/test_cache_options.py::test_{by}"
+    test = f"{file}::test_{by}"
     return Equivalent(mutation, "no schedule has such a request", noticed_by=test, unreached=True)
 
 
@@ -51,6 +53,13 @@ EQUIVALENT = (
         Rewrite("_MARGIN * ", "0 * "),
     ),
     _noticed(
+        "reads-for-the-queue-are-bounded",
+        "requests in the queue read so much that they evict each other's blocks from host memory",
+        "requests_in_the_queue_read_one_after_another_and_a_bounded_number_of_blocks",
+        Never(),
+        file="schedule/test_tiers.py",
+    ),
+    _noticed(
         "closed-session-goes-first",
         "the KV of a conversation that has ended takes the place of others",
         "the_kv_of_a_closed_session_is_evicted_first",
@@ -59,7 +68,11 @@ EQUIVALENT = (
 
 _WEIGHTS = "keys of other weights are never found, so such a pin holds nothing"
 
+_BOUNDED = "see reads-for-the-queue-are-bounded"
+
 EXEMPT = (
+    Exempt("Admission._read_ahead", ("state",), "a request that began, waits or has ended reads nothing ahead"),
+    Exempt("TierLoads.may_read_ahead", ("state",), _BOUNDED),
     Exempt("Pins.move", ("add",), PINS),
     Exempt("TierPins.add", ("add", "add"), PINS),
     Exempt("TierPins.forget", ("forget", "forget"), PINS),

@@ -241,6 +241,7 @@ def _build_scheduler(
             target_gap_s=sizes.target_gap_s,
             state_interval=config.state_interval // model.layout.block_tokens,
             window=model.layout.window,
+            read_ahead_blocks=rank.tiers.host.num_slots // 4 if rank.tiers is not None and rank.tiers.persistent else 0,
         ),
         blocks=rank.blocks,
         slots=FencedPool("rows", sizes.max_running, tracer=plan.device.tracer),

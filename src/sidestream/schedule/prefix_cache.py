@@ -363,6 +363,11 @@ class TierLoads:
             and self._view.worth_loading(sources, num_partial=num_partial)
         )
 
+    def may_read_ahead(self, num_blocks: int) -> bool:
+        """Whether one more request in the queue may read blocks, if those before it have read `num_blocks`."""
+        loading = sum(other.state is State.LOADING for other in self._queues.waiting.values())
+        return num_blocks < self._limits.read_ahead_blocks and 2 * loading < self._max_running
+
     def promote(
         self, request: Request, keys: Sequence[Key], sources: Sequence[Source], *, num_partial: int
     ) -> PromotePlan | None:

@@ -20,6 +20,7 @@ is subtracted, it is a lower bound. A commit subtracts the rejected drafts from 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -303,6 +304,7 @@ class RequestQueues:
     unfinished  all requests that have not finished
     waiting     requests in the states WAITING and LOADING
     running     requests in the state RUNNING; they have a request slot and blocks
+    arrived     new requests, in the order of arrival, of which the admission has not read ahead
 
     Invariants: `waiting` and `running` are disjoint, and `unfinished` is their union. Requests are ranked by level (the
     priority, improved by aging), then by arrival: an earlier request has a smaller id.
@@ -312,6 +314,7 @@ class RequestQueues:
         self.unfinished: dict[RequestId, Request] = {}
         self.waiting: dict[RequestId, Request] = {}
         self.running: dict[RequestId, Request] = {}
+        self.arrived: deque[Request] = deque()
         self._aging_steps = aging_steps
         self._ranked: list[Request] | None = None  # running requests by rank; None: to be sorted again
 
@@ -319,6 +322,7 @@ class RequestQueues:
         """Queue a new request."""
         self.unfinished[request.id] = request
         self.waiting[request.id] = request
+        self.arrived.append(request)
 
     def start(self, request: Request) -> None:
         """Move a request from `waiting` to `running`."""
