@@ -62,10 +62,10 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 LINES = {
     "sidestream_kv": 15_990,
     "sidestream_order": 6_020,
-    "sidestream": 45_920,
+    "sidestream": 46_060,
     "proof": 21_020,
     "bench": 10_100,
-    "tests": 64_810,
+    "tests": 64_850,
 }
 
 
