@@ -36,6 +36,7 @@ _OWN_ATTENTION: Mapping[str, str] = {
         "attends twice in each layer and subtracts (differential attention): only one attention per layer is served"
     ),
     "doge": "masks its attention by values that it computes (dynamic masks): only causal and sliding masks are served",
+    "zaya": "convolves queries and keys before it attends, from a state of its own: only recurrent layers keep state",
     "hrm_text": "runs the same layers several times for each token: only models that run each layer once are served",
 }
 
