@@ -34,8 +34,9 @@ class TritonAttention:
 
     @classmethod
     def token_bytes(cls, spec: AttentionSpec) -> int:
-        splits = SplitKVWorkspace.token_bytes(spec.query_tokens, heads=spec.heads, head_dim=spec.head_dim)
-        return splits + 2 * spec.kv_heads * spec.head_dim * spec.dtype.itemsize
+        splits = SplitKVWorkspace.token_bytes(spec.query_tokens, heads=spec.heads, head_dim=spec.value_dim)
+        contiguous = 0 if spec.latent_dim else 2 * spec.kv_heads * spec.head_dim * spec.dtype.itemsize
+        return splits + contiguous
 
     @classmethod
     def create(cls, spec: AttentionSpec, *, kv_tokens: int, chunk_tokens: int) -> TritonAttention:
@@ -43,11 +44,12 @@ class TritonAttention:
             query_tokens=spec.query_tokens,
             kv_tokens=kv_tokens,
             heads=spec.heads,
-            head_dim=spec.head_dim,
+            head_dim=spec.value_dim,
             device=spec.device,
             draft=spec.draft,
         )
-        if chunk_tokens < LONG_TOKENS:  # the warm-up has no long chunk, so kernels for long chunks are not compiled
+        # Without a long chunk in the warm-up, kernels for long chunks are not compiled. They do not read latents.
+        if chunk_tokens < LONG_TOKENS or spec.latent_dim:
             return cls(workspace)
         contiguous = ContiguousKV.allocate(
             kv_heads=spec.kv_heads,
