@@ -32,7 +32,7 @@ from sidestream.errors import ConfigError
 LATENT, ROTATED, KEY, VALUE = 32, 8, 12, 16
 SCALE = (KEY + ROTATED) ** -0.5
 # Decode, verification of 3, first token; a whole prompt, a continued chunk, and longer ones of both.
-MIXED = [(1, 30), (3, 150), (1, 1), (9, 9), (6, 21), (40, 40), (20, 150)]
+MIXED = [(1, 30), (3, 150), (1, 1), (9, 9), (6, 21), (40, 40), (18, 200)]
 
 
 def heads_of(count: int, dtype: torch.dtype = torch.float32) -> LatentHeads:
@@ -150,7 +150,7 @@ def test_torch_attends_over_latents_absorbed_and_expanded(count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("queries", "tokens", "expands"), [(1, 1000, False), (9, 9, True), (20, 150, False), (40, 40, True), (64, 70, True)]
+    ("queries", "tokens", "expands"), [(1, 1000, False), (9, 9, True), (18, 200, False), (40, 40, True), (64, 70, True)]
 )
 def test_a_row_expands_its_latents_if_that_takes_fewer_products(queries: int, tokens: int, expands: bool) -> None:
     assert heads_of(2).expands(torch.zeros(queries, 2, KEY + ROTATED), tokens) is expands
