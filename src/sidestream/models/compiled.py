@@ -31,7 +31,12 @@ logger = logging.getLogger(__name__)
 # Name under which transformers finds the attention function that is excluded from compilation.
 _OUTSIDE = f"{adapter.PAGED}_outside"
 
-_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_JOINED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("q_proj", "kv_a_proj_with_mqa"),
+)
 # Maximum number of compilations. A layer is compiled once for all numbers of tokens, and a model has few kinds of
 # layers.
 _MOST_VARIANTS = 64
