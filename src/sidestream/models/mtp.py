@@ -32,6 +32,7 @@ from sidestream.checkpoint_files import check_regular, read_json
 from sidestream.errors import ModelError
 from sidestream.models.adapter import OpaqueBatch, PagedModel, padded_length
 from sidestream.models.directory import local_directory
+from sidestream.models.latent import keep_latents
 from sidestream.models.recurrent import number_attention_layers
 from sidestream.models.weights import digest_of_files, pack_linears
 from sidestream_kv.device.kinds import CPU, on_host
@@ -84,6 +85,8 @@ class MtpHead(nn.Module):
         config.num_hidden_layers += 1
         if getattr(config, "layer_types", None):
             config.layer_types = [*config.layer_types, "full_attention"]
+        if getattr(config, "mlp_layer_types", None):
+            config.mlp_layer_types = [*config.mlp_layer_types, config.mlp_layer_types[-1]]
         self.config = config
         # If rotary embeddings differ between types of layers, their forward needs the type of the head's layer.
         by_type = "layer_type" in inspect.signature(base.rotary_emb.forward).parameters
@@ -205,6 +208,8 @@ def attach_head(model: PagedModel, source: str | Path) -> MtpHead:
     layout = model.layout
     extra = 1 + layout.layers_for(head.hidden_size)
     number_attention_layers(head.layer, first=layout.num_layers)
+    if layout.latent_dim:
+        keep_latents(head.layer)
     model.layout = replace(layout, num_layers=layout.num_layers + extra)
     digest = xxhash.xxh3_128(model.fingerprint.encode())
     for name, tensor in sorted(head.state_dict().items()):
