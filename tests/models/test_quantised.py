@@ -316,3 +316,18 @@ def test_a_tensor_of_a_quantised_file_that_no_format_explains_is_refused(llama: 
     _quantise(llama, *FORMATS["awq"])
     edit_weights(llama, lambda weights: weights.update({"model.layers.0.mlp.up_proj.rotation": torch.ones(4)}))
     assert "up_proj.rotation" in refusal(llama)
+
+
+@pytest.mark.parametrize("form", ["fp8 in blocks, the last of them smaller", "fp8 with one scale"])
+def test_latent_attention_reads_a_weight_that_is_never_kept_in_eight_bits(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention itself multiplies by parts of this weight."""
+    sizes = {"q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "head_dim": 16}
+    directory = tiny_model_dir("deepseek_v3", tmp_path, 0, **sizes)
+    meant = _quantise(directory, *FORMATS[form])
+    monkeypatch.setattr(fp8, "is_faster", lambda *_: True)
+    module = load_model(str(directory), block_tokens=4, dtype="bfloat16").module
+    name = "model.layers.1.self_attn.kv_b_proj.weight"
+    assert torch.equal(module.get_parameter(name), meant[name].bfloat16())
+    assert any(isinstance(part, Fp8Linear) for part in module.modules()) == ("blocks" not in form)
