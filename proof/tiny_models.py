@@ -32,6 +32,7 @@ from transformers import (
     GraniteMoeSharedConfig,
     GraniteSWAConfig,
     JetMoeConfig,
+    KimiLinearConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
@@ -383,5 +384,18 @@ HYBRIDS: Mapping[str, tuple[Callable[..., PreTrainedConfig], Mapping[str, Any]]]
     "lfm2": (Lfm2Config, {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]}),
     "lfm2_moe": (Lfm2MoeConfig, {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]}),
     "olmo_hybrid": (OlmoHybridConfig, {"num_hidden_layers": 4}),
+    "kimi_linear": (
+        KimiLinearConfig,
+        {
+            **_LATENT,
+            **{name: value for name, value in _GROUPED.items() if name != "n_routed_experts"},
+            "num_local_experts": 8,
+            "q_lora_rank": None,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            "linear_head_dim": 16,
+            "linear_num_heads": 4,
+        },
+    ),
 }
 """Families in which some layers keep recurrent state."""

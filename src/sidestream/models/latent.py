@@ -23,7 +23,10 @@ READ_BY_ATTENTION = "kv_b_proj"
 # Only kinds that were compared with transformers' `generate`. The others of transformers choose tokens by an index
 # (sparse attention).
 SERVED_LATENT = frozenset(
-    {"axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "mistral4", "youtu"}
+    {
+        *("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "longcat_flash", "minicpm3"),
+        *("mistral4", "youtu"),
+    }
 )
 
 
