@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -29,67 +30,90 @@ from sidestream.attention.paged import TorchAttention
 from sidestream.attention.triton import SplitKVWorkspace, launch
 from sidestream.errors import ConfigError
 
-LATENT, ROTATED, KEY, VALUE = 32, 8, 12, 16
-SCALE = (KEY + ROTATED) ** -0.5
+
+@dataclass(frozen=True)
+class Sizes:
+    latent: int = 32
+    rotated: int = 8
+    key: int = 12
+    value: int = 16
+
+    @property
+    def width(self) -> int:
+        return self.latent + self.rotated
+
+    @property
+    def scale(self) -> float:
+        return float((self.key + self.rotated) ** -0.5)
+
+
+SMALL = Sizes()
+REAL = Sizes(512, 64, 128, 128)
 # Decode, verification of 3, first token; a whole prompt, a continued chunk, and longer ones of both.
 MIXED = [(1, 30), (3, 150), (1, 1), (9, 9), (6, 21), (40, 40), (18, 200)]
 
 
-def heads_of(count: int, dtype: torch.dtype = torch.float32) -> LatentHeads:
+def heads_of(count: int, dtype: torch.dtype = torch.float32, sizes: Sizes = SMALL) -> LatentHeads:
     draws = torch.Generator().manual_seed(5)
-    weight = torch.randn(count, KEY + VALUE, LATENT, generator=draws) * LATENT**-0.5
-    return LatentHeads(weight.to(DEVICE, dtype), KEY)
+    weight = torch.randn(count, sizes.key + sizes.value, sizes.latent, generator=draws) * sizes.latent**-0.5
+    return LatentHeads(weight.to(DEVICE, dtype), sizes.key)
 
 
-def latent_rows(lens: Sequence[tuple[int, int]], heads: int, dtype: torch.dtype = torch.float32) -> list[Row]:
+def latent_rows(
+    lens: Sequence[tuple[int, int]], heads: int, dtype: torch.dtype = torch.float32, sizes: Sizes = SMALL
+) -> list[Row]:
     """Rows whose keys are latents and rotated keys; of their queries only the first elements are used."""
-    return make_rows(lens, Shape(heads, 1, LATENT + ROTATED, dtype=dtype))
+    return make_rows(lens, Shape(heads, 1, sizes.width, dtype=dtype))
 
 
-def latent_pool(rows: Sequence[Row], heads: int) -> torch.Tensor:
+def latent_pool(rows: Sequence[Row]) -> torch.Tensor:
     """Not a number wherever nothing may be read."""
-    shape = Shape(heads, 1, LATENT + ROTATED, dtype=rows[0].key.dtype)
+    shape = Shape(1, 1, rows[0].key.shape[2], dtype=rows[0].key.dtype)
     return pool_for(rows, shape, Options())[:, :, :1].contiguous()
 
 
-def inputs(rows: Sequence[Row], padded_tokens: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def inputs(
+    rows: Sequence[Row], padded_tokens: int = 0, sizes: Sizes = SMALL
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Query, latents and rotated keys of a step; those of padding are not a number."""
-    query = torch.cat([row.query[..., : KEY + ROTATED] for row in rows])
+    query = torch.cat([row.query[..., : sizes.key + sizes.rotated] for row in rows])
     new = torch.cat([row.key[row.start :] for row in rows])
-    parts = (query, new[..., :LATENT], new[..., LATENT:])
+    parts = (query, new[..., : sizes.latent], new[..., sizes.latent :])
     padded = [torch.cat((part, part.new_full((padded_tokens, *part.shape[1:]), math.nan))) for part in parts]
     return padded[0], padded[1], padded[2]
 
 
-def plain(row: Row, heads: LatentHeads) -> torch.Tensor:
+def plain(row: Row, heads: LatentHeads, sizes: Sizes = SMALL) -> torch.Tensor:
     """The formula, in float64."""
     weight, latents = heads.weight.double(), row.key[:, 0].double()
-    expanded = torch.einsum("hdr,nr->hnd", weight, latents[:, :LATENT])
-    rotated = latents[:, LATENT:].expand(len(weight), -1, -1)
-    keys, values = torch.cat((expanded[..., :KEY], rotated), -1), expanded[..., KEY:]
-    scores = row.query[..., : KEY + ROTATED].double().transpose(0, 1) @ keys.transpose(1, 2) * SCALE
+    expanded = torch.einsum("hdr,nr->hnd", weight, latents[:, : sizes.latent])
+    rotated = latents[:, sizes.latent :].expand(len(weight), -1, -1)
+    keys, values = torch.cat((expanded[..., : sizes.key], rotated), -1), expanded[..., sizes.key :]
+    query = row.query[..., : sizes.key + sizes.rotated].double()
+    scores = query.transpose(0, 1) @ keys.transpose(1, 2) * sizes.scale
     positions = torch.arange(len(row.key), device=scores.device)
     scores = scores.masked_fill(positions > positions[row.start :, None], -math.inf)
     return (scores.softmax(-1) @ values).transpose(0, 1)
 
 
-def assert_right(rows: Sequence[Row], out: torch.Tensor, heads: LatentHeads) -> None:
+def assert_right(rows: Sequence[Row], out: torch.Tensor, heads: LatentHeads, sizes: Sizes = SMALL) -> None:
     outputs = out.split([*(len(row.query) for row in rows), len(out) - sum(len(row.query) for row in rows)])
     for row, output in zip(rows, outputs, strict=False):
         # Twice the kernels' tolerance: the products with the heads' matrices round as well.
-        torch.testing.assert_close(output.double(), plain(row, heads), atol=2 * TOLERANCE[out.dtype], rtol=0)
+        torch.testing.assert_close(output.double(), plain(row, heads, sizes), atol=2 * TOLERANCE[out.dtype], rtol=0)
     assert not outputs[-1].any()  # padding
 
 
-def in_kernels(rows: Sequence[Row], count: int, how: Launch) -> torch.Tensor:
+def in_kernels(rows: Sequence[Row], count: int, how: Launch, sizes: Sizes = SMALL) -> torch.Tensor:
     dtype, width = rows[0].key.dtype, max(len(row.blocks) for row in rows) + how.wider
     tokens = sum(len(row.query) for row in rows) + how.padded_tokens
     workspace = SplitKVWorkspace.allocate(
-        query_tokens=tokens, kv_tokens=width * 16, heads=count, head_dim=LATENT, device=DEVICE,
+        query_tokens=tokens, kv_tokens=width * 16, heads=count, head_dim=sizes.latent, device=DEVICE,
         tokens=how.split_tokens, narrow_splits=how.narrow,
     )  # fmt: skip
-    batch = make_batch(latent_pool(rows, count), rows, Shape(count, 1, LATENT + ROTATED), how, workspace)
-    return batch.attend(*inputs(rows, how.padded_tokens), LAYER, scale=SCALE, latent=heads_of(count, dtype))
+    batch = make_batch(latent_pool(rows), rows, Shape(count, 1, sizes.width), how, workspace)
+    new, heads = inputs(rows, how.padded_tokens, sizes), heads_of(count, dtype, sizes)
+    return batch.attend(*new, LAYER, scale=sizes.scale, latent=heads)
 
 
 @pytest.mark.slow
@@ -123,6 +147,20 @@ def test_random_steps_over_latents(seed: int) -> None:
     assert_right(rows, in_kernels(rows, 3, how), heads_of(3))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("count", [16, 20, 128])
+def test_real_sizes_equal_the_formula(count: int, dtype: torch.dtype) -> None:
+    rows = latent_rows([(1, 3000), (5, 900), (1, 17), (9, 400), (300, 300), (200, 1100)], count, dtype, REAL)
+    how = Launch(
+        split_rows=3, split_queries=5, short_rows=1, short_queries=9, padded_rows=2, padded_tokens=9, tiles=None,
+        split_tokens=256,
+    )  # fmt: skip
+
+    assert_right(rows, in_kernels(rows, count, how, REAL), heads_of(count, dtype, REAL), REAL)
+
+
 def in_torch(rows: Sequence[Row], count: int) -> torch.Tensor:
     tables = torch.zeros(len(rows), max(len(row.blocks) for row in rows), dtype=torch.int64)
     starts, slots = [0], []
@@ -131,13 +169,13 @@ def in_torch(rows: Sequence[Row], count: int) -> torch.Tensor:
         starts.append(starts[-1] + len(row.query))
         slots += row.slots(range(row.start, len(row.key)), 16)
     batch = TorchAttention().batch(
-        latent_pool(rows, count),
+        latent_pool(rows),
         BatchRows(
             torch.tensor(slots), tables, torch.tensor(starts), torch.tensor([len(row.key) for row in rows]), len(rows)
         ),
         ungated,
     )
-    return batch.attend(*inputs(rows), LAYER, scale=SCALE, latent=heads_of(count, rows[0].key.dtype))
+    return batch.attend(*inputs(rows), LAYER, scale=SMALL.scale, latent=heads_of(count, rows[0].key.dtype))
 
 
 @pytest.mark.parametrize("count", [1, 6])
@@ -153,18 +191,18 @@ def test_torch_attends_over_latents_absorbed_and_expanded(count: int) -> None:
     ("queries", "tokens", "expands"), [(1, 1000, False), (9, 9, True), (18, 200, False), (40, 40, True), (64, 70, True)]
 )
 def test_a_row_expands_its_latents_if_that_takes_fewer_products(queries: int, tokens: int, expands: bool) -> None:
-    assert heads_of(2).expands(torch.zeros(queries, 2, KEY + ROTATED), tokens) is expands
+    assert heads_of(2).expands(torch.zeros(queries, 2, 20), tokens) is expands
 
 
 def test_values_wider_than_keys_are_never_expanded() -> None:
-    wide = LatentHeads(torch.zeros(2, KEY + 40, LATENT), KEY)
-    assert not wide.expands(torch.zeros(40, 2, KEY + ROTATED), 40)
+    wide = LatentHeads(torch.zeros(2, 12 + 40, 32), 12)
+    assert not wide.expands(torch.zeros(40, 2, 20), 40)
 
 
 def test_too_large_latents_are_refused_by_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_MAX_LATENT_DIM", 16)
     rows = latent_rows([(1, 1)], 2)
     options: dict[str, Any] = {"scale": 1.0, "latent": heads_of(2)}
-    batch = make_batch(latent_pool(rows, 2), rows, Shape(2, 1, LATENT + ROTATED), Launch())
+    batch = make_batch(latent_pool(rows), rows, Shape(2, 1, SMALL.width), Launch())
     with pytest.raises(ConfigError, match="head_dim is 32: these kernels take up to 16"):
         batch.attend(*inputs(rows), LAYER, **options)
