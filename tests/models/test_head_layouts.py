@@ -85,7 +85,8 @@ _SHARED_EXPERT = ["mlp.shared_expert_gate.weight", *(f"mlp.shared_expert.{part}.
 
 LAYER: Mapping[str, list[str]] = {
     "glm4_moe": [*_NORMS, *_ATTENTION, *(f"self_attn.{part}_proj.bias" for part in "qkv"), *_EXPERTS, *_SHARED_EXPERTS],
-    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), [*_NORMS, *_LATENT_ATTENTION, *_EXPERTS, *_SHARED_EXPERTS]),
+    "deepseek_v3": [*_NORMS, *_LATENT_ATTENTION, *_EXPERTS, *_SHARED_EXPERTS],
+    "glm4_moe_lite": [*_NORMS, *_LATENT_ATTENTION, *_EXPERTS, *_SHARED_EXPERTS],
     "qwen3_next": [*_NORMS, *_ATTENTION, *_EXPERTS, *_SHARED_EXPERT],
     "qwen3_5": [*_NORMS, *_ATTENTION, *(f"mlp.{part}.weight" for part in _PROJECTIONS)],
     "qwen3_5_moe": [*_NORMS, *_ATTENTION, *_EXPERTS, *_SHARED_EXPERT],

@@ -12,16 +12,18 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_rig import Tensors, edit_json, edit_weights, refusal
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from proof.tiny_models import tiny_model_dir
+from proof.tiny_models import carry_head, save_head, tiny_model_dir
 from sidestream import LLM, SamplingParams
 from sidestream.models import fp8, load_model
 from sidestream.models.compiled import _MergeProducts
 from sidestream.models.fp8 import Fp8Linear, _by_rows
 from sidestream.models.joined import join_projections
+from sidestream.models.mtp import load_head
 from sidestream.models.quantised import formats_of
 
 Written = tuple[Tensors, Tensor]
@@ -331,3 +333,23 @@ def test_latent_attention_reads_a_weight_that_is_never_kept_in_eight_bits(
     name = "model.layers.1.self_attn.kv_b_proj.weight"
     assert torch.equal(module.get_parameter(name), meant[name].bfloat16())
     assert any(isinstance(part, Fp8Linear) for part in module.modules()) == ("blocks" not in form)
+
+
+def test_a_head_in_eight_bit_blocks_is_read_with_the_values_that_are_meant(tmp_path: Path) -> None:
+    """As DeepSeek-V3's checkpoint has its head: one more layer, quantised like the others."""
+    directory = tiny_model_dir("deepseek_v3", tmp_path / "model", 0)
+    carry_head(directory, save_head(directory, tmp_path / "head.safetensors", seed=1), names="deepseek")
+    weights = directory / "model.safetensors"
+    head = directory / "model-mtp.safetensors"
+    kept = {name: tensor for name, tensor in load_file(head).items() if "embed_tokens" not in name}
+    save_file({**load_file(weights), **kept}, weights, metadata={"format": "pt"})
+    head.unlink()
+    meant = _quantise(directory, *FORMATS["fp8 in blocks, the last of them smaller"])
+
+    model = load_model(str(directory), block_tokens=4, dtype="float32")
+    found = load_head(model.module, directory).state_dict()
+
+    name = "self_attn.q_b_proj.weight"
+    assert torch.equal(found[f"layer.{name}"], meant[f"model.layers.3.{name}"])
+    expert = [meant[f"model.layers.3.mlp.experts.5.{part}_proj.weight"] for part in ("gate", "up")]
+    assert torch.equal(found["layer.mlp.experts.gate_up_proj"][5], torch.cat(expert))

@@ -208,7 +208,7 @@ class _VisibleKV:
 class _Addresses:
     """Location of one batch's tokens in the pool, shared by all layers.
 
-    The pool is viewed as a list of entries. An entry is one token's keys, values or latent in one layer. In every layer,
+    The pool is viewed as a list of entries. An entry is one token's keys, values or latent in one layer. In all layers,
     a token's entries have the same distance from the layer's first entry, so all layers use the same indices.
     """
 

@@ -258,7 +258,7 @@ def paged_attention_hook(
         )
     batch = paged_batch.batch
     pool = batch.layer(module.layer_idx)
-    latent = latent_heads(module)
+    latent = latent_heads(module) if pool.shape[1] == 1 else None
     if latent is None:
         fits = key.shape[1::2] == value.shape[1::2] == pool.shape[-2:]
     else:

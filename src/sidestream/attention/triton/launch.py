@@ -88,8 +88,7 @@ def paged_attention(
     If the pool holds latents: query [T, heads, latent_dim + rotated_dim] · key, the latents [T, 1, latent_dim] · value,
     the rotated keys [T, 1, rotated_dim]; returns sums of latents, `[T, heads, latent_dim]`.
 
-    Raises ConfigError without triton, for head sizes above 256 and for latents above 512, InvariantError for shapes that
-    do not match.
+    Raises ConfigError without triton, for head sizes above 256 and latents above 512, InvariantError for other shapes.
     """
     pool = batch.layer(layer)
     _check(query, key, value, pool, batch, scale)
