@@ -71,7 +71,7 @@ def compile_layers(model: PagedModel | MtpHead, *, backend: str | Callable[..., 
         for names in _JOINED:
             # The list holds no projection: an old weight must be free before the next one is copied, as all joined
             # weights together are most of a model.
-            for parent in [part for part in _module(model).modules() if hasattr(part, names[0])]:
+            for parent in [part for part in _module(model).modules() if all(hasattr(part, name) for name in names)]:
                 join_projections(parent, names)
     AttentionInterface.register(_OUTSIDE, torch.compiler.disable(adapter.paged_attention_hook))  # type: ignore[no-untyped-call]
     _module(model).config._attn_implementation = _OUTSIDE
