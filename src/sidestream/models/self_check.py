@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -337,8 +337,9 @@ class _Replayed:
 
 def _pool(model: PagedModel) -> torch.Tensor:
     """Blocks full of NaN, so that a read of an unwritten token is detected."""
-    layout = replace(model.layout, block_tokens=_BLOCK_TOKENS)
-    shape = layout.shape(max(_BLOCK_TABLE) + 1)
+    layout = model.layout
+    *outer, _, kv_heads, head_dim = layout.shape(max(_BLOCK_TABLE) + 1)
+    shape = (*outer, _BLOCK_TOKENS, kv_heads, head_dim)
     return torch.full(shape, float("nan"), dtype=getattr(torch, layout.dtype), device=model.module.device)
 
 
