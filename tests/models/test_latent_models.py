@@ -103,6 +103,22 @@ def test_answers_equal_transformers_after_preemption(tmp_path: Path) -> None:
         llm.engine.call(held[0].release)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "draft"), [("deepseek_v3", "qwen3"), ("qwen3", "minicpm3"), ("youtu", "minicpm3")])
+def test_a_draft_model_may_have_another_attention(target: str, draft: str, tmp_path: Path) -> None:
+    """Latents of one model and keys and values of the other lie in the same blocks."""
+    directory, other = (tiny_model_dir(kind, tmp_path / kind, 3) for kind in (target, draft))
+    prompts, drafting = some_prompts(), SpeculativeConfig("draft", 3, model=str(other), adaptive=False)
+    offload = OffloadConfig(host="32MiB")
+    with LLM(directory, kv_memory="16MiB", offload=offload, speculative=drafting, **OPTIONS) as llm:
+        expected = expected_answers(directory, prompts)
+        assert_equal(llm.generate(prompts, PARAMS), expected)
+        assert llm.metrics.value("draft_tokens_total", "draft") > 0
+        assert llm.flush()
+        llm.engine.call(llm.engine.parts.scheduler.forget_all)
+        assert_equal(llm.generate(prompts, PARAMS), expected)
+
+
 @pytest.mark.parametrize("kind", sorted(LATENT))
 def test_a_token_takes_one_latent_and_one_rotated_key_in_each_layer(kind: str) -> None:
     config = tiny_config(kind)
