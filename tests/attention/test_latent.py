@@ -24,10 +24,10 @@ from paged_rig import (
     random_step,
 )
 
-from sidestream.attention.interface import BatchRows, ungated
+from sidestream.attention.interface import AttentionSpec, BatchRows, ungated
 from sidestream.attention.latent import LatentHeads
 from sidestream.attention.paged import TorchAttention
-from sidestream.attention.triton import SplitKVWorkspace, launch
+from sidestream.attention.triton import SplitKVWorkspace, TritonAttention, launch
 from sidestream.errors import ConfigError
 
 
@@ -145,6 +145,19 @@ def test_random_steps_over_latents(seed: int) -> None:
     rows = latent_rows(lens, 3)
 
     assert_right(rows, in_kernels(rows, 3, how), heads_of(3))
+
+
+def test_the_buffers_of_kernels_over_latents_take_the_bytes_that_are_counted() -> None:
+    spec = AttentionSpec(
+        heads=20, kv_heads=1, head_dim=576, dtype=torch.bfloat16, device=torch.device("cpu"), query_tokens=4,
+        latent_dim=512,
+    )  # fmt: skip
+    made = TritonAttention.create(spec, kv_tokens=1024, chunk_tokens=8192)
+    parts = (made.workspace.value_sums, made.workspace.max_scores, made.workspace.weight_sums)
+    assert made.contiguous is None
+    assert made.workspace.value_sums.shape == (4, 1024 // 128, 20, 512)
+    counted = 1024 * TritonAttention.token_bytes(spec)
+    assert counted - 1024 < sum(part.nbytes for part in parts) <= counted
 
 
 @pytest.mark.gpu

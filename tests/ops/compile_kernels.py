@@ -91,8 +91,8 @@ for split, wide, lines, keys, warps in ((0, 0, 128, 64, 8), (256, 256, 16, 32, 2
 # GLM-4.7-Flash's 20 heads, and 64 of DeepSeek-V3's 128.
 for split, wide, groups, group, lines, warps in (
     (0, 0, 1, 20, 64, 8),
-    (256, 256, 1, 20, 32, 8),
-    (256, 512, 2, 64, 64, 8),
+    (128, 128, 1, 20, 32, 8),
+    (128, 256, 2, 64, 64, 8),
 ):
     compiled(
         attention.attend, *[BF16] * 4, *[FLOAT] * 3, INT, LONG, LONG, *["i32"] * 5, "fp32", "fp32", *["i32"] * 7,

@@ -34,7 +34,9 @@ class TritonAttention:
 
     @classmethod
     def token_bytes(cls, spec: AttentionSpec) -> int:
-        splits = SplitKVWorkspace.token_bytes(spec.query_tokens, heads=spec.heads, head_dim=spec.value_dim)
+        splits = SplitKVWorkspace.token_bytes(
+            spec.query_tokens, heads=spec.heads, head_dim=spec.value_dim, tokens=_split_tokens(spec)
+        )
         contiguous = 0 if spec.latent_dim else 2 * spec.kv_heads * spec.head_dim * spec.dtype.itemsize
         return splits + contiguous
 
@@ -46,6 +48,7 @@ class TritonAttention:
             heads=spec.heads,
             head_dim=spec.value_dim,
             device=spec.device,
+            tokens=_split_tokens(spec),
             draft=spec.draft,
         )
         # Without a long chunk in the warm-up, kernels for long chunks are not compiled. They do not read latents.
@@ -87,3 +90,10 @@ class TritonAttention:
             contiguous=self.contiguous,
             before_layer=before_layer,
         )
+
+
+def _split_tokens(spec: AttentionSpec) -> int:
+    """KV tokens of a split. Few programs read the latents of a row, because all heads share them, so splits of latents
+    are shorter. Shorter still, the memory for partial results would grow further.
+    """
+    return 128 if spec.latent_dim else 256
