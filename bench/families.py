@@ -27,7 +27,7 @@ from sidestream.config import EngineConfig, SamplingParams
 from sidestream.engine import build_engine
 from sidestream.errors import ModelError
 from sidestream.models import load_model
-from sidestream.models.config_checks import check_servable
+from sidestream.models.config_checks import check_servable, counted_token
 from sidestream.models.recurrent import unbind_time_steps
 from sidestream.models.text_part import text_config, text_module, whole_class
 from sidestream.types import Delta
@@ -101,6 +101,8 @@ def _serve(kind: str, directory: Path) -> Found:
     module: Any = whole_class(config)(config) if text_config(config) is not config else None
     module = AutoModelForCausalLM.from_config(config) if module is None else module
     fill_zeros(module)
+    if (padding := counted_token(config)) is not None:  # no trained model generates it
+        module.get_output_embeddings().weight.data[padding] = 0
     module.eval().save_pretrained(directory)
     served = _served_answers(directory)
     module.set_attn_implementation("eager")  # others leave soft caps out

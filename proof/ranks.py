@@ -162,6 +162,7 @@ class RankToy:
         self.layout: KVLayout = inner.layout
         self.state_layout: StateLayout | None = inner.state_layout
         self.needs_chunk_lengths: bool = inner.needs_chunk_lengths
+        self.padding_token: int | None = inner.padding_token
         self.vocab_size: int = inner.vocab_size
         self.num_heads: int = inner.num_heads
         self.hidden_size: int = inner.hidden_size

@@ -73,6 +73,7 @@ class ToyModel:
         self.layout = KVLayout(num_layers + 2 * leaves_hidden, 1, 2, block_tokens, "float32", windows)
         self.state_layout: StateLayout | None = None
         self.needs_chunk_lengths = False
+        self.padding_token: int | None = None
         self.hidden_size = 4 * block_tokens
         self._num_layers = num_layers
         self._hidden_after: dict[tuple[int, ...], int] = {}

@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.utils import logging as transformers_logging
 
+from proof.tiny_kinds import tiny_kind
 from proof.tiny_models import tiny_model_dir
 from sidestream.attention import paged
 from sidestream.attention.paged import paged_attention
@@ -122,7 +123,14 @@ _OWN_CODE = ("FalconConfig", "GPTNeoConfig", "GPTJConfig", "CodeGenConfig", "XGL
         (transformers.MptConfig(), "ALiBi"),
         (transformers.FalconConfig(alibi=True), "ALiBi"),
         *((getattr(transformers, kind)(), "attention code of its own in transformers") for kind in _OWN_CODE),
-        (transformers.RobertaConfig(is_decoder=True), "counts positions from its padding token's id on"),
+        (
+            transformers.RobertaConfig(is_decoder=True, pad_token_id=None),
+            "counts positions from its padding token's id on, but config.json gives pad_token_id as None",
+        ),
+        (
+            transformers.RobertaConfig(is_decoder=True, pad_token_id=511, max_position_embeddings=512),
+            r"\(pad_token_id 511\), but has only 512 \(max_position_embeddings\)",
+        ),
         (transformers.DiffLlamaConfig(), "attends twice in each layer"),
         (transformers.HrmTextConfig(), "the same layers several times"),
         (transformers.DogeConfig(), "masks its attention by values"),
@@ -220,6 +228,16 @@ def test_the_self_check_refuses_a_model_that_skips_a_layer(llama: Path, monkeypa
 
 
 # --- what a loaded model tells
+
+
+def test_positions_may_begin_after_the_padding_token(tmp_path: Path) -> None:
+    """The self-check gives transformers' model no positions, so it refuses one whose positions begin elsewhere."""
+    config = tiny_kind("roberta")
+    config.pad_token_id = 5
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), block_tokens=4)
+
+    assert (model.padding_token, model.max_model_len) == (5, config.max_position_embeddings - 6)
 
 
 def test_a_loaded_model_reports_its_facts(llama: Path) -> None:

@@ -19,7 +19,7 @@ from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.types import Key
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_tokens=4, dtype="float32")
-BOUNDS = Bounds(max_model_len=64, pool_tokens=48, block_tokens=4, vocab_size=97, max_unfinished=6)
+BOUNDS = Bounds(max_model_len=64, pool_tokens=48, block_tokens=4, vocab_size=97, max_unfinished=6, padding_token=95)
 PARAMS = SamplingParams()
 
 
@@ -100,6 +100,7 @@ def test_the_longest_prompt_leaves_room_for_one_token() -> None:
         ([5, -1], {}, {}, "^the prompt has token id -1: the model knows 0 to 96$", "prompt"),
         ([97], {}, {}, "^the prompt has token id 97: the model knows 0 to 96$", "prompt"),
         ([1 << 70], {}, {}, f"^the prompt has token id {1 << 70}: the model knows 0 to 96$", "prompt"),
+        ([5, 95], {}, {}, "^the prompt has the padding token 95, whose position this model does not count", "prompt"),
         (7, {}, {}, "^prompt is 7: give a list of whole numbers$", "prompt"),
         ([True], {}, {}, "^prompt has True, which is not a whole number$", "prompt"),
         ([1], {"logit_bias": {97: 1.0}}, {}, "^logit_bias has token id 97: the model knows 0 to 96$", "logit_bias"),

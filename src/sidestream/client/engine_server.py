@@ -263,6 +263,7 @@ def engine_info(engine: Engine, *, model: str, model_name: str) -> EngineInfo:
         sampling_defaults=engine.parts.defaults,
         watchdog_timeout_s=engine.parts.watchdog_timeout_s,
         pid=os.getpid(),
+        padding_token=bounds.padding_token,
     )
 
 

@@ -31,6 +31,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     sampling_defaults  the model's sampling defaults
     watchdog_timeout_s  seconds after which a process that does not answer counts as stalled
     pid                process id of the engine's process
+    padding_token      see `Bounds.padding_token`
     """
 
     version: str
@@ -46,6 +47,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     sampling_defaults: SamplingDefaults
     watchdog_timeout_s: float
     pid: int
+    padding_token: int | None = None
 
 
 class Failure(msgspec.Struct, frozen=True):

@@ -90,7 +90,14 @@ class RemoteClient:
         self._socket = connection
         self.on_lost: Callable[[], None] = lambda: None
         self._why_gone = why_gone
-        bounds = Bounds(info.max_model_len, info.pool_tokens, info.block_tokens, info.vocab_size, info.max_unfinished)
+        bounds = Bounds(
+            info.max_model_len,
+            info.pool_tokens,
+            info.block_tokens,
+            info.vocab_size,
+            info.max_unfinished,
+            info.padding_token,
+        )
         self._keys = BlockKeys.from_root(info.key_root, info.block_tokens)
         self._checker = RequestChecker(bounds, self._keys_of)
         self._encoder = FrameEncoder()

@@ -68,6 +68,11 @@ class ServableModel(ForwardModel, Protocol):
         ...
 
     @property
+    def padding_token(self) -> int | None:
+        """See `Bounds.padding_token`."""
+        ...
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Token ids that end an answer."""
         ...
@@ -224,6 +229,7 @@ def plan_build(
         block_tokens=layout.block_tokens,
         vocab_size=model.vocab_size,
         max_unfinished=config.max_waiting + sizes.max_running,
+        padding_token=model.padding_token,
     )
     return BuildPlan(model, config, sizes, device, proposer, max_drafts, num_blocks, region, bounds, origin, group)
 

@@ -16,6 +16,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 from sidestream.attention.interface import Attended, AttentionBatch
 from sidestream.attention.states import StateBatch
 from sidestream.errors import InvariantError, ModelError
+from sidestream.models.config_checks import counted_token
 from sidestream.models.latent import keep_latents, latent_heads
 from sidestream.models.recurrent import StatefulLayers, number_attention_layers
 from sidestream_kv.device.kinds import on_host
@@ -60,6 +61,7 @@ class PagedModel:
     num_heads       number of query heads; in a sharded model, of this rank
     max_model_len   largest number of positions that the config allows
     eos_token_ids   end-of-sequence tokens of the model's generation config
+    padding_token   see `counted_token`; prompts must not contain this token
     fingerprint     128-bit hash in hex of config, weights and dtype, equal in every process; in a sharded model, also
                     of the rank and the number of ranks
     weights_fingerprint  the hash of the whole model, equal on all ranks
@@ -90,6 +92,8 @@ class PagedModel:
         self.num_heads = int(module.config.num_attention_heads) if num_heads is None else num_heads
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
+        self.padding_token = counted_token(self.config)
+        self._first_position = 0 if self.padding_token is None else self.padding_token + 1
         self.fingerprint = fingerprint
         self.weights_fingerprint = fingerprint if weights_fingerprint is None else weights_fingerprint
         module.config._attn_implementation = PAGED
@@ -171,7 +175,7 @@ class PagedModel:
         def run() -> torch.Tensor:
             logits: torch.Tensor = self.module(
                 input_ids=tokens[None],
-                position_ids=positions[None],
+                position_ids=(positions + self._first_position if self._first_position else positions)[None],
                 use_cache=False,
                 logits_to_keep=logit_rows,
                 paged_batch=OpaqueBatch(batch, self.layout.windows),

@@ -112,7 +112,7 @@ def max_positions(config: PreTrainedConfig, *, max_model_len: int | None = None)
                valid up to `original_max_position_embeddings`
     dynamic    (NTK scaling) changes the frequencies with the length: the bound is the length at which scaling begins
 
-    Raises ModelError when the config gives no bound.
+    Positions that `counted_token` leaves out do not count. Raises ModelError when the config gives no bound.
     """
     declared = bound = _size(config, "max_position_embeddings")
     for rope in _ropes(config):
@@ -121,7 +121,8 @@ def max_positions(config: PreTrainedConfig, *, max_model_len: int | None = None)
             bound = max(bound, int(before * (rope.get("factor") or 1)))
         elif rope["rope_type"] in _SWITCHING_ROPE and not takes_long_rope(config, max_model_len=max_model_len):
             bound = min(bound, before)
-    return bound
+    padding = counted_token(config)
+    return bound if padding is None else bound - padding - 1
 
 
 def takes_long_rope(config: PreTrainedConfig, *, max_model_len: int | None) -> bool:
@@ -203,16 +204,27 @@ def _refusal_by_definition(config: PreTrainedConfig) -> str | None:
                 f"{kind} has attention code of its own in transformers, which cannot be replaced by paged attention: "
                 "only models that attend through transformers' AttentionInterface are served"
             )
-        if any(
-            hasattr(part, "create_position_ids_from_input_ids")
-            for part in definition.values()
-            if isinstance(part, type)
-        ):
-            return (
-                f"{kind} counts positions from its padding token's id on: "
-                "only models whose first position is 0 are served"
-            )
+    if counted_token(config) is not None and max_positions(config) < 1:
+        return (
+            f"{kind} counts positions from its padding token's id on (pad_token_id {config.pad_token_id}), but has "
+            f"only {config.max_position_embeddings} (max_position_embeddings): correct config.json"
+        )
     return None
+
+
+def counted_token(config: PreTrainedConfig) -> int | None:
+    """The padding token's id, if transformers' definition counts a sequence's positions from the next number on (in
+    RoBERTa, for example), and leaves this token out of the count; None: the first position is 0. Raises ModelError.
+    """
+    parts = (part for one in causal_classes(config) for part in vars(sys.modules[one.__module__]).values())
+    if not any(isinstance(part, type) and hasattr(part, "create_position_ids_from_input_ids") for part in parts):
+        return None
+    if not isinstance(config.pad_token_id, int) or config.pad_token_id < 0:
+        raise ModelError(
+            f"{config.model_type} counts positions from its padding token's id on, but config.json gives pad_token_id "
+            f"as {config.pad_token_id!r}: a token's id is needed"
+        )
+    return config.pad_token_id
 
 
 def has_recurrent_states(config: PreTrainedConfig) -> bool:

@@ -81,7 +81,7 @@ class Reference:
 @torch.inference_mode()
 def reference(model: PagedModel) -> Reference:
     """The reference pass. Raises ModelError when paged attention differs in any layer."""
-    tokens = _tokens(model.vocab_size).to(model.module.device)
+    tokens = _tokens(model).to(model.module.device)
     pool, attention = _pool(model), _attention(model)
     compared = _Compared([_batch(attention, pool, start, end, ungated) for start, end in _CHUNKS])
     stateful: dict[int, torch.Tensor] = {}
@@ -101,7 +101,7 @@ def reference(model: PagedModel) -> Reference:
     model.module.config._attn_implementation = _COMPARED
     try:
         with _narrow_windows(model.module) as narrowed, _observed(model, compare):
-            # No positions are given. So a model whose default positions are not 0, 1, 2, ... fails the check.
+            # No positions are given. So a model fails the check if `PagedModel.forward` counts them differently.
             logits: torch.Tensor = model.module(input_ids=tokens[None], use_cache=False, paged_batch=compared).logits
     finally:
         model.module.config._attn_implementation = PAGED
@@ -214,7 +214,7 @@ def _replay(model: PagedModel, expected: Reference) -> tuple[list[torch.Tensor],
     states = _state_pool(model)
     stateful: dict[int, list[torch.Tensor]] = {layer: [] for layer in expected.stateful}
     pool, attention = _pool(model), _attention(model)
-    tokens = _tokens(model.vocab_size).to(device)
+    tokens = _tokens(model).to(device)
     attended: list[list[torch.Tensor]] = [[] for _ in range(num_layers)]
     logits: list[torch.Tensor] = []
     for start, end in _CHUNKS:
@@ -376,8 +376,11 @@ def _batch(
     return attention.batch(pool, rows, before_layer)
 
 
-def _tokens(vocab_size: int) -> torch.Tensor:
-    return torch.randint(vocab_size, (_NUM_TOKENS,), generator=torch.Generator().manual_seed(0))
+def _tokens(model: PagedModel) -> torch.Tensor:
+    tokens = torch.randint(model.vocab_size, (_NUM_TOKENS,), generator=torch.Generator().manual_seed(0))
+    if model.padding_token is not None:
+        tokens[tokens == model.padding_token] = (model.padding_token + 1) % model.vocab_size
+    return tokens
 
 
 @contextlib.contextmanager

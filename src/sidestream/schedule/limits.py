@@ -114,6 +114,8 @@ class Bounds:
     max_model_len   number of tokens of prompt and output together
     pool_tokens     number of tokens that the block pool holds
     max_unfinished  samples that run or wait at the same time
+    padding_token   a token that prompts must not contain, because the model would not count its position; None: there
+                    is no such token
     """
 
     max_model_len: int
@@ -121,6 +123,7 @@ class Bounds:
     block_tokens: int
     vocab_size: int
     max_unfinished: int
+    padding_token: int | None = None
 
     @property
     def longest(self) -> int:
@@ -195,6 +198,12 @@ class RequestChecker:
             bad = lowest if lowest < 0 else highest
             raise RequestRejected(
                 f"the prompt has token id {bad}: the model knows 0 to {bounds.vocab_size - 1}", param="prompt"
+            )
+        if bounds.padding_token is not None and bool((numbers == bounds.padding_token).any()):
+            raise RequestRejected(
+                f"the prompt has the padding token {bounds.padding_token}, whose position this model does not count: "
+                "leave it out",
+                param="prompt",
             )
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
             ids: Iterable[int] = getattr(params, name)
