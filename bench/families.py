@@ -110,7 +110,9 @@ def _serve(kind: str, directory: Path) -> Found:
         module.set_experts_implementation("eager")  # others have no product in float64
     reference = (text_module(module) if text_config(config) is not config else module).double()
     unbind_time_steps(reference)  # as `load_model` does
-    largest = max(_difference(reference, prompt, *answer) for prompt, answer in zip(_prompts(), served, strict=True))
+    with _float64():
+        errors = [_difference(reference, prompt, *answer) for prompt, answer in zip(_prompts(), served, strict=True)]
+    largest = max(errors)
     if largest > _ALLOWED:
         return Found(kind, "wrong", f"a log-probability differs by {largest:.2g}", largest)
     return Found(kind, "identical", "", largest)
@@ -156,6 +158,16 @@ def _read(deltas: queue.SimpleQueue[Delta]) -> tuple[list[int], list[float]]:
             if delta.finish_reason != "length":
                 raise ModelError(f"the engine ended an answer by {delta.finish_reason}: {delta.error}")
             return tokens, logprobs
+
+
+@contextlib.contextmanager
+def _float64() -> Any:
+    """Float64 for tensors that transformers makes without a dtype, too."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @torch.inference_mode()

@@ -27,6 +27,7 @@ from transformers import (
     Gemma4TextConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    GPTNeoConfig,
     GptOssConfig,
     GraniteMoeHybridConfig,
     GraniteMoeSharedConfig,
@@ -212,6 +213,14 @@ FAMILIES: Mapping[str, tuple[Callable[..., PreTrainedConfig], Mapping[str, Any]]
             "hidden_size_per_layer_input": 16,
             "vocab_size_per_layer_input": _VOCAB,
             "num_kv_shared_layers": 0,
+        },
+    ),
+    "gpt_neo": (
+        GPTNeoConfig,
+        {
+            "num_key_value_heads": 4,
+            "attention_types": [[["global", "local"], 1], [["local"], 1]],
+            "window_size": WINDOW,
         },
     ),
     "gpt_oss": (

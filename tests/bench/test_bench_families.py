@@ -37,6 +37,6 @@ def test_a_refusal_must_name_what_is_refused(message: str, outcome: str, monkeyp
 def test_the_documentation_names_the_kinds_that_were_identical() -> None:
     rows = json.loads((ROOT / "bench" / "results" / "families" / "kinds.json").read_text(encoding="utf-8"))
     (row,) = re.findall(r"^\| served \((\d+)\) \| (.*) \|$", (ROOT / "docs" / "models.md").read_text("utf-8"), re.M)
-    named = [re.sub(r" [¹²³⁴⁵⁶⁷⁸ ]+$| \(.*\)$", "", one) for one in row[1].split(", ")]
+    named = [re.sub(r" [¹²³⁴⁵⁶⁷⁸⁹ ]+$| \(.*\)$", "", one) for one in row[1].split(", ")]
     assert named == [one["kind"] for one in rows if one["outcome"] == "identical"]
     assert int(row[0]) == len(named)

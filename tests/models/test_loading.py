@@ -104,7 +104,7 @@ def test_an_error_about_an_unknown_dtype_names_the_nearest_one(llama: Path) -> N
 # --- kinds of models
 
 
-_OWN_CODE = ("FalconConfig", "GPTNeoConfig", "GPTJConfig", "CodeGenConfig", "XGLMConfig", "OpenAIGPTConfig")
+_OWN_CODE = ("CpmAntConfig", "XLMConfig", "XLNetConfig")
 
 
 @pytest.mark.parametrize(
@@ -134,6 +134,7 @@ _OWN_CODE = ("FalconConfig", "GPTNeoConfig", "GPTJConfig", "CodeGenConfig", "XGL
         (transformers.DiffLlamaConfig(), "attends twice in each layer"),
         (transformers.HrmTextConfig(), "the same layers several times"),
         (transformers.DogeConfig(), "masks its attention by values"),
+        (transformers.RoFormerConfig(is_decoder=True), "attends in both directions"),
         (transformers.Gemma4TextConfig(num_kv_shared_layers=0), r"head_dim differs \(256, 512\)"),
         (transformers.Gemma4TextConfig(num_kv_shared_layers=5), "5 layers that read the KV of others"),
         (transformers.Gemma3nTextConfig(), "15 layers that read the KV of others"),

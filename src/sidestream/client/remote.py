@@ -90,16 +90,8 @@ class RemoteClient:
         self._socket = connection
         self.on_lost: Callable[[], None] = lambda: None
         self._why_gone = why_gone
-        bounds = Bounds(
-            info.max_model_len,
-            info.pool_tokens,
-            info.block_tokens,
-            info.vocab_size,
-            info.max_unfinished,
-            info.padding_token,
-        )
         self._keys = BlockKeys.from_root(info.key_root, info.block_tokens)
-        self._checker = RequestChecker(bounds, self._keys_of)
+        self._checker = RequestChecker(_bounds(info), self._keys_of)
         self._encoder = FrameEncoder()
         self._decoder = decoder_of_outputs()
         self._unsent = bytearray()
@@ -471,3 +463,8 @@ def _last_known(known: tuple[float, Snapshot] | None) -> MetricsSnapshot:
     came_s, snapshot = known
     age: list[tuple[tuple[str, ...], float]] = [((), time.monotonic() - came_s)]
     return _metrics(Snapshot({**snapshot.values, "metrics_age_seconds": age}, snapshot.histograms))
+
+
+def _bounds(info: EngineInfo) -> Bounds:
+    lengths = info.max_model_len, info.pool_tokens, info.block_tokens
+    return Bounds(*lengths, info.vocab_size, info.max_unfinished, info.padding_token)

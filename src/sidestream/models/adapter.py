@@ -7,6 +7,7 @@ This file knows nothing of requests; the batch is an argument of the transformer
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from sidestream.errors import InvariantError, ModelError
 from sidestream.models.config_checks import counted_token
 from sidestream.models.latent import keep_latents, latent_heads
 from sidestream.models.recurrent import StatefulLayers, number_attention_layers
+from sidestream.models.traced import TRACED, TracedLayers
 from sidestream_kv.device.kinds import on_host
 from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.kv.state_layout import StateLayout
@@ -106,6 +108,9 @@ class PagedModel:
         if state_layout is not None:
             self.stateful = StatefulLayers(module)
             number_attention_layers(module)
+        self.traced: TracedLayers | None = None
+        if self.config.model_type in TRACED:
+            self.traced = TracedLayers(module, num_kv_heads=layout.num_kv_heads)
         self.module = module
         self._pads = on_host(module.device)
         self._on_hidden: Callable[[torch.Tensor], None] | None = None
@@ -173,13 +178,12 @@ class PagedModel:
             tokens, positions = pad(tokens, (0, missing)), pad(positions, (0, missing))
 
         def run() -> torch.Tensor:
-            logits: torch.Tensor = self.module(
+            logits = self.call_module(
+                OpaqueBatch(batch, self.layout.windows),
                 input_ids=tokens[None],
                 position_ids=(positions + self._first_position if self._first_position else positions)[None],
-                use_cache=False,
                 logits_to_keep=logit_rows,
-                paged_batch=OpaqueBatch(batch, self.layout.windows),
-            ).logits
+            )
             return logits[0]
 
         if self.stateful is None:
@@ -187,6 +191,13 @@ class PagedModel:
         if states is None:
             raise InvariantError(f"{self.name} keeps recurrent state: its forward needs the states of the rows")
         logits: torch.Tensor = self.stateful.run(states, run)
+        return logits
+
+    def call_module(self, batch: OpaqueBatch, **inputs: Any) -> torch.Tensor:
+        """The logits of transformers' module, whose layers attend with `batch`."""
+        call = partial(self.module, **inputs, use_cache=False)
+        output = call(paged_batch=batch) if self.traced is None else self.traced.run(batch, call)
+        logits: torch.Tensor = output.logits
         return logits
 
 

@@ -18,6 +18,7 @@ from sidestream.models.latent import SERVED_LATENT, has_latents
 from sidestream.models.quantised import formats_of
 from sidestream.models.recurrent import NO_LIMIT, attention_layers, keeps_state, skeleton, state_layout_of
 from sidestream.models.text_part import causal_classes, text_config
+from sidestream.models.traced import TRACED
 from sidestream_kv.kv.layout import DTYPE_BYTES, KVLayout
 from sidestream_kv.kv.state_layout import StateLayout
 
@@ -38,6 +39,10 @@ _OWN_ATTENTION: Mapping[str, str] = {
     ),
     "doge": "masks its attention by values that it computes (dynamic masks): only causal and sliding masks are served",
     "zaya": "convolves queries and keys before it attends, from a state of its own: only recurrent layers keep state",
+    **dict.fromkeys(
+        ("big_bird", "megatron-bert", "rembert", "roformer"),
+        "attends in both directions in transformers, even as a decoder: only causal attention is served",
+    ),
     "hrm_text": "runs the same layers several times for each token: only models that run each layer once are served",
 }
 
@@ -97,6 +102,9 @@ def layout_of(config: PreTrainedConfig, *, dtype: str, block_tokens: int, num_la
         return KVLayout(num_layers, 1, width, block_tokens, dtype, latent_dim=latent_dim)
     heads = _size(config, "num_attention_heads")
     kv_heads = _size(config, "num_key_value_heads", heads)
+    if config.model_type == "falcon":  # `num_kv_heads` counts in some of its models only
+        shared = config.multi_query and not config.new_decoder_architecture
+        kv_heads = 1 if shared else _size(config, "num_kv_heads", heads)
     if config.model_type == "jetmoe":  # its attention copies keys and values for each expert of a token
         kv_heads *= _size(config, "num_experts_per_tok")
     head_dim = _size(config, "head_dim", _size(config, "hidden_size") // heads)
@@ -197,12 +205,12 @@ def _refusal_by_definition(config: PreTrainedConfig) -> str | None:
     kind = config.model_type
     for model_class in causal_classes(config):
         definition = vars(sys.modules[model_class.__module__])
-        if "ALL_ATTENTION_FUNCTIONS" not in definition:
+        if "ALL_ATTENTION_FUNCTIONS" not in definition and kind not in TRACED:
             if has_recurrent_states(config):
                 return f"{kind} keeps recurrent state and does not attend: only models with attention layers are served"
             return (
-                f"{kind} has attention code of its own in transformers, which cannot be replaced by paged attention: "
-                "only models that attend through transformers' AttentionInterface are served"
+                f"{kind} has attention code of its own in transformers that was not compared: models that attend "
+                f"through transformers' AttentionInterface are served, and {', '.join(sorted(TRACED))}"
             )
     if counted_token(config) is not None and max_positions(config) < 1:
         return (

@@ -43,8 +43,8 @@ the layer.
 NO_LIMIT = (0.0, math.inf)
 """Bounds of time steps that bound none."""
 
-# Names that layers use for the parameter that takes the cache.
-_CACHE_ARGUMENTS = ("cache_params", "past_key_values")
+CACHE_ARGUMENTS = ("cache_params", "past_key_values", "layer_past")
+"""Names that layers use for the parameter that takes the cache."""
 
 
 def keeps_state(module_class: type) -> bool:
@@ -258,11 +258,11 @@ def _attending(module: nn.Module) -> list[Any]:
 
 def _cache_argument(part: nn.Module) -> str:
     names = inspect.signature(type(part).forward).parameters
-    for name in _CACHE_ARGUMENTS:
+    for name in CACHE_ARGUMENTS:
         if name in names:
             return name
     raise ModelError(
-        f"{type(part).__name__} has no parameter for its state with a known name ({', '.join(_CACHE_ARGUMENTS)})"
+        f"{type(part).__name__} has no parameter for its state with a known name ({', '.join(CACHE_ARGUMENTS)})"
     )
 
 

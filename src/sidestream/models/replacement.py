@@ -37,7 +37,7 @@ def take_weights(model: PagedModel, other: PagedModel) -> None:
     because packed weights are no ordinary tensors.
     """
     if on_host(model.module.device):
-        model.module, model.stateful = other.module, other.stateful
+        model.module, model.stateful, model.traced = other.module, other.stateful, other.traced
     else:
         with torch.no_grad():
             for (_, tensor), (_, replacement) in zip(_tensors(model.module), _tensors(other.module), strict=True):

@@ -22,6 +22,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
@@ -35,7 +36,8 @@ from sidestream.models.latent import keys_and_values
 from sidestream.models.recurrent import Compute, Observer
 from sidestream_kv.kv.state_layout import RESERVED_STATES
 
-# Bound of a layer's attention: root mean square of the difference, divided by the root mean square of the output.
+# Bound of a layer's attention, or of a module with attention code of its own: root mean square of the difference,
+# divided by the root mean square of the output.
 # Largest values for SmolLM2-135M and tiny models of 80 families, at any depth: 3e-7, 2.4e-4 and 1.9e-3.
 ATTENTION_BOUNDS = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 8e-3}
 # Added to the bound per unit of the soft cap, because a CPU rounds scores to the dtype before the cap. The value is a
@@ -100,9 +102,9 @@ def reference(model: PagedModel) -> Reference:
 
     model.module.config._attn_implementation = _COMPARED
     try:
-        with _narrow_windows(model.module) as narrowed, _observed(model, compare):
+        with _narrow_windows(model.module) as narrowed, _observed(model, compare), _traced_compared(model):
             # No positions are given. So a model fails the check if `PagedModel.forward` counts them differently.
-            logits: torch.Tensor = model.module(input_ids=tokens[None], use_cache=False, paged_batch=compared).logits
+            logits = model.call_module(compared, input_ids=tokens[None])
     finally:
         model.module.config._attn_implementation = PAGED
     _check_reached(compared.layers, model.layout.num_layers)
@@ -167,7 +169,7 @@ def _compared_attention_hook(
         q, k, v = (states[:, :, start:end] for states in (query, key, value))
         paged.append(paged_attention_hook(module, q, k, v, None, paged_batch=OpaqueBatch(chunk), **named)[0])
     _check_mask(module, attention_mask, named.get("sliding_window"))
-    eager = sys.modules[type(module).__module__].eager_attention_forward
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", _causal_attention)
     mask = attention_mask if attention_mask is None or attention_mask.dtype == torch.bool else attention_mask.float()
     key, value = keys_and_values(module, key, value)
     expected: torch.Tensor = eager(module, query.float(), key.float(), value.float(), mask, **named)[0]
@@ -184,6 +186,44 @@ def _compared_attention_hook(
     paged_batch.attended.append(expected[0].to(query.dtype))
     paged_batch.passed_windows.append(named.get("sliding_window") or 0)
     return expected.to(query.dtype), None
+
+
+def _causal_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    _: torch.Tensor | None,
+    *,
+    scaling: float,
+    sliding_window: int | None,
+) -> tuple[torch.Tensor, None]:
+    """For models with attention code of their own; `_traced_compared` compares the code with this."""
+    seen = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).tril()
+    if sliding_window is not None:
+        seen = seen.triu(1 - sliding_window)
+    attended = scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scaling, enable_gqa=True)
+    return attended.transpose(1, 2), None
+
+
+def _traced_compared(model: PagedModel) -> contextlib.AbstractContextManager[None]:
+    """Compare the modules with attention code of their own with this code, inside the context. Raises ModelError."""
+    if model.traced is None:
+        return contextlib.nullcontext()
+
+    def compare(own: Callable[[], Any], traced: Callable[[], Any]) -> Any:
+        expected, replaced = own(), traced()[0].float()
+        difference = (replaced - expected[0].float()).square().mean().sqrt()
+        error, bound = difference / expected[0].float().square().mean().sqrt(), ATTENTION_BOUNDS[model.layout.dtype]
+        if not error <= bound:
+            raise ModelError(
+                "its attention code computes something else than causal attention with the scale that it was found to "
+                f"have: they differ by {error:.2g} of their size, and rounding explains at most {bound}. This kind of "
+                "model cannot be served correctly"
+            )
+        return expected
+
+    return model.traced.observed(compare)
 
 
 AttentionInterface.register(_COMPARED, _compared_attention_hook)
