@@ -58,6 +58,7 @@ _OWN: Mapping[str, dict[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "roc_bert": {"enable_pronunciation": False, "enable_shape": False},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
 }
 _VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "depth": 1}

@@ -10,13 +10,12 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    JambaConfig,
-    Mamba2Config,
     MiniMaxConfig,
     PreTrainedConfig,
 )
 
 from bench.hybrid import logprobs
+from proof.tiny_kinds import tiny_kind
 from proof.tiny_models import HYBRIDS, tiny_config, tiny_model_dir
 from sidestream import LLM, OffloadConfig, SamplingParams, SpeculativeConfig
 from sidestream.attention.states import DraftInputs, StateBatch, StatePool
@@ -33,8 +32,9 @@ PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_running": 3, "compute_threads": 1, "chunk_tokens": 32}
 
 
-# A mixture of experts with a gated delta rule, Mamba 2, both in every layer, convolutions alone, and latent attention.
-KINDS = ("qwen3_next", "nemotron_h", "falcon_h1", "lfm2", "kimi_linear")
+# A mixture of experts with a gated delta rule, Mamba 2, both in every layer, convolutions alone, latent attention,
+# Mamba 1, and no attention at all.
+KINDS = ("qwen3_next", "nemotron_h", "falcon_h1", "lfm2", "kimi_linear", "jamba", "mamba2")
 
 
 @pytest.fixture(scope="module", params=sorted(HYBRIDS))
@@ -393,11 +393,11 @@ def test_the_self_check_refuses_a_layer_that_ignores_earlier_chunks(
     packed = recurrent._packed
 
     def forgetting(
-        own: object, argument: str, layer: int, hidden: torch.Tensor, batch: object, kernels: object
+        own: object, argument: str, layer: int, hidden: torch.Tensor, batch: object, *how: object
     ) -> torch.Tensor:
         for tensors in batch.pool.layer(layer).values():  # type: ignore[attr-defined]
             tensors[batch.reads] = 0  # type: ignore[attr-defined]
-        return packed(own, argument, layer, hidden, batch, kernels)  # type: ignore[arg-type]
+        return packed(own, argument, layer, hidden, batch, *how)  # type: ignore[arg-type]
 
     monkeypatch.setattr(recurrent, "_packed", forgetting)
     with pytest.raises(ModelError, match="recurrent layer 0 gives other values in chunks than in one piece"):
@@ -406,14 +406,7 @@ def test_the_self_check_refuses_a_layer_that_ignores_earlier_chunks(
 
 COMMON = {"vocab_size": 259, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 REFUSED: list[tuple[PreTrainedConfig, str]] = [
-    (
-        JambaConfig(**COMMON, num_hidden_layers=2, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False),
-        "gives other values in chunks than in one piece",
-    ),
-    (
-        Mamba2Config(hidden_size=64, num_heads=8, head_dim=16, num_hidden_layers=2),
-        "keeps recurrent state and does not attend",
-    ),
+    (tiny_kind("zamba"), r"zamba has attention in layers \[\]"),
     (MiniMaxConfig(**COMMON, num_hidden_layers=2), "layers of type linear_attention: only"),
 ]
 

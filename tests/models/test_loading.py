@@ -111,7 +111,6 @@ _OWN_CODE = ("CpmAntConfig", "XLMConfig", "XLNetConfig")
     ("config", "reason"),
     [
         (transformers.T5Config(), "encoder-decoder"),
-        (transformers.MambaConfig(), "keeps recurrent state and does not attend"),
         (transformers.RwkvConfig(), "recurrent state"),
         (transformers.DeepseekV32Config(), "latent attention"),
         (transformers.ViTConfig(), "no causal language model"),

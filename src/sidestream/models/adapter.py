@@ -17,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 from sidestream.attention.interface import Attended, AttentionBatch
 from sidestream.attention.states import StateBatch
 from sidestream.errors import InvariantError, ModelError
-from sidestream.models.config_checks import counted_token
+from sidestream.models.config_checks import attends, counted_token
 from sidestream.models.latent import keep_latents, latent_heads
 from sidestream.models.recurrent import StatefulLayers, number_attention_layers
 from sidestream.models.traced import TRACED, TracedLayers
@@ -61,6 +61,7 @@ class PagedModel:
     state_layout    shape of the model's recurrent states; None: the model has no recurrent state
     vocab_size      width of the logits
     num_heads       number of query heads; in a sharded model, of this rank
+    num_attention_layers   those of the layout, or 0 if the model does not attend
     max_model_len   largest number of positions that the config allows
     eos_token_ids   end-of-sequence tokens of the model's generation config
     padding_token   see `counted_token`; prompts must not contain this token
@@ -91,7 +92,10 @@ class PagedModel:
         self.layout = layout
         self.state_layout = state_layout
         self.vocab_size = int(module.config.vocab_size)
-        self.num_heads = int(module.config.num_attention_heads) if num_heads is None else num_heads
+        self.num_attention_layers = layout.num_layers if attends(self.config) else 0
+        if num_heads is None:
+            num_heads = int(module.config.num_attention_heads) if self.num_attention_layers else layout.num_kv_heads
+        self.num_heads = num_heads
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self.padding_token = counted_token(self.config)

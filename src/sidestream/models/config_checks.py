@@ -28,6 +28,8 @@ _STATEFUL_LAYERS = {"linear_attention", "conv", "mamba", "hybrid", "mlp", "moe"}
 # With these types, rotary frequencies depend on the longest sequence of a batch, so a row's KV would depend on other
 # rows.
 _SWITCHING_ROPE = {"dynamic", "longrope"}
+_UNBOUNDED = 131_072  # positions of a model without any, whose config gives no bound
+_UNUSED_WIDTH = 16  # the smallest of attention on a GPU
 # Nested configs that describe parts of a decoder. Any other nested config describes another model, such as an encoder.
 _PARTS = {"attn_config", "ffn_config"}
 # The decoder half of an encoder-decoder has these sizes in its config, even where is_encoder_decoder is false.
@@ -63,7 +65,8 @@ def check_servable(config: PreTrainedConfig) -> PreTrainedConfig:
 class ModelParts:
     """Layouts of a model's KV and recurrent state.
 
-    kv      layout of one block's KV
+    kv      layout of one block's KV. A model that does not attend has one small layer, which nothing reads or writes:
+            blocks still count its tokens
     state   layout of one sequence's recurrent state; None: the model has none
     """
 
@@ -77,10 +80,10 @@ def parts_of(config: PreTrainedConfig, *, dtype: str, block_tokens: int) -> Mode
         return ModelParts(layout_of(config, dtype=dtype, block_tokens=block_tokens), None)
     module = skeleton(config, dtype)
     layers = attention_layers(module)
-    if not layers or len({*layers}) < len(layers):
+    if (not layers and attends(config)) or len({*layers}) < len(layers):
         raise ModelError(
             f"{config.model_type} has attention in layers {layers}: "
-            "a model with recurrent state must also have attention, at most once per layer"
+            "a model with recurrent state attends at most once per layer, or not at all"
         )
     layout = layout_of(config, dtype=dtype, block_tokens=block_tokens, num_layers=len(layers))
     return ModelParts(layout, state_layout_of(module, config))
@@ -93,6 +96,8 @@ def layout_of(config: PreTrainedConfig, *, dtype: str, block_tokens: int, num_la
     """
     if dtype not in DTYPE_BYTES:
         raise ModelError(f"its weights are {dtype}: choose one of {', '.join(DTYPE_BYTES)}")
+    if not attends(config):
+        return KVLayout(1, 1, _UNUSED_WIDTH, block_tokens, dtype)
     num_layers = _size(config, "num_hidden_layers") if num_layers is None else num_layers
     if config.model_type == "longcat_flash":  # each of its layers attends twice
         num_layers = 2 * _size(config, "num_layers")
@@ -122,7 +127,7 @@ def max_positions(config: PreTrainedConfig, *, max_model_len: int | None = None)
 
     Positions that `counted_token` leaves out do not count. Raises ModelError when the config gives no bound.
     """
-    declared = bound = _size(config, "max_position_embeddings")
+    declared = bound = _size(config, "max_position_embeddings", None if attends(config) else _UNBOUNDED)
     for rope in _ropes(config):
         before = rope.get("original_max_position_embeddings") or declared
         if rope["rope_type"] == "yarn":
@@ -135,12 +140,12 @@ def max_positions(config: PreTrainedConfig, *, max_model_len: int | None = None)
 
 def takes_long_rope(config: PreTrainedConfig, *, max_model_len: int | None) -> bool:
     """Whether requests of up to `max_model_len` tokens (None: no limit) need LongRoPE's long factors."""
-    longest = _size(config, "max_position_embeddings")
-    wanted = longest if max_model_len is None else min(max_model_len, longest)
     ropes = [rope for rope in _ropes(config) if rope["rope_type"] == "longrope"]
     # PhiMoE's definition never uses the long factors, only their scale.
     if not ropes or any("short_mscale" in rope for rope in ropes):
         return False
+    longest = _size(config, "max_position_embeddings")
+    wanted = longest if max_model_len is None else min(max_model_len, longest)
     return wanted > min(rope.get("original_max_position_embeddings") or longest for rope in ropes)
 
 
@@ -207,7 +212,7 @@ def _refusal_by_definition(config: PreTrainedConfig) -> str | None:
         definition = vars(sys.modules[model_class.__module__])
         if "ALL_ATTENTION_FUNCTIONS" not in definition and kind not in TRACED:
             if has_recurrent_states(config):
-                return f"{kind} keeps recurrent state and does not attend: only models with attention layers are served"
+                return None  # it does not attend
             return (
                 f"{kind} has attention code of its own in transformers that was not compared: models that attend "
                 f"through transformers' AttentionInterface are served, and {', '.join(sorted(TRACED))}"
@@ -233,6 +238,13 @@ def counted_token(config: PreTrainedConfig) -> int | None:
             f"as {config.pad_token_id!r}: a token's id is needed"
         )
     return config.pad_token_id
+
+
+def attends(config: PreTrainedConfig) -> bool:
+    """Whether transformers' definition of the model has attention."""
+    return not has_recurrent_states(config) or any(
+        "ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[one.__module__]) for one in causal_classes(config)
+    )
 
 
 def has_recurrent_states(config: PreTrainedConfig) -> bool:

@@ -23,6 +23,7 @@ from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixi
 
 from sidestream.attention.states import Kernels, Part, StateBatch, States
 from sidestream.errors import ModelError
+from sidestream.models.continued_scan import ContinuedScan, continued
 from sidestream.models.gpu_functions import keep_kernels_on_gpu
 from sidestream.models.text_part import causal_classes
 from sidestream_kv.device.kinds import on_gpu
@@ -170,7 +171,7 @@ class StatefulLayers:
 
     def _replace_forward(self, layer: int, part: nn.Module) -> None:
         keep_kernels_on_gpu(type(part))
-        own, argument = part.forward, _cache_argument(part)
+        (own, scan), argument = continued(part), _cache_argument(part)
         kernels = _kernels(part, layer)
         self.needs_chunk_lengths |= kernels is None
 
@@ -178,7 +179,7 @@ class StatefulLayers:
             if batch is None:
                 output: torch.Tensor = own(hidden_states)
                 return output
-            return _packed(own, argument, layer, hidden_states, batch, kernels)
+            return _packed(own, argument, layer, hidden_states, batch, kernels, scan)
 
         def forward(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
             if self._observe is None:
@@ -204,11 +205,18 @@ def _packed(
     hidden: torch.Tensor,
     batch: StateBatch,
     kernels: Kernels | None,
+    scan: ContinuedScan | None,
 ) -> torch.Tensor:
     """A layer's output, `[1, T, hidden_size]`. Padding may follow the batch; the output of padding has no meaning."""
 
     def advance(inputs: torch.Tensor, states: States) -> torch.Tensor:
-        return own(inputs, **{argument: _RowStates(layer, states)})
+        if scan is not None:
+            scan.state = states["recurrent", 0]
+        try:
+            return own(inputs, **{argument: _RowStates(layer, states)})
+        finally:
+            if scan is not None:
+                scan.state = None
 
     return batch.compute(layer, hidden[0], advance, kernels=kernels)[None]
 

@@ -107,7 +107,7 @@ def reference(model: PagedModel) -> Reference:
             logits = model.call_module(compared, input_ids=tokens[None])
     finally:
         model.module.config._attn_implementation = PAGED
-    _check_reached(compared.layers, model.layout.num_layers)
+    _check_reached(compared.layers, model.num_attention_layers)
     # Another window than the narrowed one is not known to be the layer's own: then the layer counts as without one.
     windows = tuple(narrowed if window == _WINDOW else 0 for window in compared.passed_windows)
     return Reference(compared.attended, stateful, logits[0].float(), windows if any(windows) else ())
@@ -250,7 +250,7 @@ def _replay(model: PagedModel, expected: Reference) -> tuple[list[torch.Tensor],
     """The attention output of each layer, the output of each layer with recurrent state, and the logits, for all
     tokens.
     """
-    device, num_layers = model.module.device, model.layout.num_layers
+    device, num_layers = model.module.device, model.num_attention_layers
     states = _state_pool(model)
     stateful: dict[int, list[torch.Tensor]] = {layer: [] for layer in expected.stateful}
     pool, attention = _pool(model), _attention(model)
