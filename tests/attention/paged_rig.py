@@ -35,6 +35,11 @@ class Options:
     sliding_window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    alibi: bool = False
+
+    def slopes_of(self, heads: int) -> torch.Tensor | None:
+        """A slope for each head; None: no bias by distance."""
+        return torch.linspace(0.01, 1, heads, device=DEVICE) if self.alibi else None
 
     def sinks_of(self, heads: int) -> torch.Tensor | None:
         """A score of each head from far below to far above those of the keys; None: no sinks."""
@@ -205,6 +210,7 @@ def attend(
         sliding_window=options.sliding_window,
         softcap=options.softcap,
         sinks=options.sinks_of(shape.heads),
+        slopes=options.slopes_of(shape.heads),
     )
     return out.split([*(len(row.query) for row in rows), launch.padded_tokens])
 
@@ -219,6 +225,8 @@ def plain(row: Row, options: Options) -> torch.Tensor:
         scores = options.softcap * torch.tanh(scores / options.softcap)
     keys = torch.arange(len(row.key), device=key.device)
     queries = keys[row.start :, None]
+    if (slopes := options.slopes_of(row.query.shape[1])) is not None:
+        scores = scores + slopes.double()[:, None, None] * (keys - queries)
     hidden = keys > queries
     if options.sliding_window is not None:
         hidden |= keys <= queries - options.sliding_window

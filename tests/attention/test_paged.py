@@ -110,6 +110,7 @@ def plain(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The formula, in float64, one query and one head at a time."""
     heads, kv_heads = row.query.shape[1], row.key.shape[1]
@@ -122,6 +123,8 @@ def plain(
             scores = row.key[first : position + 1, kv_head].double() @ query[head] * 0.3
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
+            if slopes is not None:
+                scores += slopes[head].double() * (torch.arange(first, position + 1) - position)
             if sinks is not None:
                 scores = torch.cat((scores, sinks[head : head + 1].double()))
             weights = scores.softmax(0)[: position + 1 - first]
@@ -148,6 +151,8 @@ MIXED = [
         {"softcap": 1.5},
         {"sliding_window": 8, "softcap": 1.5, "sinks": True},
         {"sinks": True},
+        {"slopes": True},
+        {"sliding_window": 5, "softcap": 1.5, "slopes": True},
     ],
     ids=str,
 )
@@ -156,6 +161,8 @@ def test_a_mixed_batch_over_scattered_blocks_equals_the_formula(options: dict[st
         rows = make_rows(MIXED, heads, kv_heads)
         if "sinks" in options:
             options = {**options, "sinks": torch.linspace(-3, 9, heads)}
+        if "slopes" in options:
+            options = {**options, "slopes": torch.linspace(0.05, 1, heads)}
 
         outputs = attend(pool_for(rows), rows, 3, **options)
 

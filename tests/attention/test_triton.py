@@ -175,6 +175,8 @@ def test_writing_kv_without_attention_gives_the_same_pool() -> None:
         (4, 1, Options(softcap=1.5)),
         (6, 2, Options(sliding_window=40, softcap=1.5, sinks=True)),
         (6, 2, Options(sinks=True)),
+        (6, 2, Options(alibi=True)),
+        (4, 1, Options(sliding_window=40, softcap=1.5, alibi=True)),
     ],
     ids=str,
 )

@@ -118,9 +118,7 @@ _OWN_CODE = ("CpmAntConfig", "XLMConfig", "XLNetConfig")
         (transformers.BartConfig(is_encoder_decoder=False), "half of one"),
         (transformers.MoshiConfig(), r"several models \(audio_encoder_config, depth_decoder_config\)"),
         (transformers.RecurrentGemmaConfig(), "recurrent state|linear_attention"),
-        (transformers.BloomConfig(), "ALiBi"),
-        (transformers.MptConfig(), "ALiBi"),
-        (transformers.FalconConfig(alibi=True), "ALiBi"),
+        (transformers.FalconConfig(alibi=True), r"\(ALiBi\) to bfloat16"),
         *((getattr(transformers, kind)(), "attention code of its own in transformers") for kind in _OWN_CODE),
         (
             transformers.RobertaConfig(is_decoder=True, pad_token_id=None),

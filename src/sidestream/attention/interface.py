@@ -79,6 +79,7 @@ class Attended(Protocol):
         sliding_window: int | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        slopes: torch.Tensor | None = None,
         latent: LatentHeads | None = None,
     ) -> torch.Tensor:
         """Write the batch's keys and values into the pool, then attend; returns `[T, heads, head_dim]`.
@@ -86,7 +87,8 @@ class Attended(Protocol):
         query [T, heads, head_dim] · key, value [T, kv_heads, head_dim], in the pool's dtype. heads is a multiple of
         kv_heads; query head h reads kv head h // (heads / kv_heads). A query at position p sees positions
         `(p - sliding_window, p]`. `softcap` bounds the scores: softcap * tanh(score / softcap). sinks [heads]: for
-        each query head, the score of one more key, whose value is zero, and which every query sees.
+        each query head, the score of one more key, whose value is zero, and which every query sees. slopes [heads],
+        float32: ALiBi; slope * (position of the key - position of the query) is added to the scaled score.
 
         latent   matrices of a layer with latent attention: `key` is then each token's latent [T, 1, latent_dim] and
                  `value` the rotated part of its key [T, 1, rotated_dim]; the result is `[T, heads, value_dim]`

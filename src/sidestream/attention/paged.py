@@ -128,11 +128,12 @@ class PagedBatch:
         sliding_window: int | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        slopes: torch.Tensor | None = None,
         latent: LatentHeads | None = None,
     ) -> torch.Tensor:
         return paged_attention(
             query, key, value, layer, self,
-            scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks, latent=latent,
+            scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks, slopes=slopes, latent=latent,
         )  # fmt: skip
 
 
@@ -147,13 +148,14 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
     latent: LatentHeads | None = None,
 ) -> torch.Tensor:
     """Write the batch's keys and values into the pool, then attend; returns `[T, heads, head_dim]`.
 
     query [T, heads, head_dim] · key, value [T, kv_heads, head_dim], in the pool's dtype. heads is a multiple of
     kv_heads; query head h reads kv head h // (heads / kv_heads). A query at position p sees positions `(p -
-    sliding_window, p]`. For `softcap`, `sinks` and `latent`, see `Attended.attend`. Runs on the calling thread; one
+    sliding_window, p]`. For the other options, see `Attended.attend`. Runs on the calling thread; one
     call at a time per batch.
     """
     batch.write(key, value, layer)
@@ -170,7 +172,7 @@ def paged_attention(
         q = query[: batch.num_decode] if latent is None else latent.absorb(query[: batch.num_decode])
         grouped = q.reshape(batch.num_decode, 1, kv_heads, -1, width).unbind()
         decoded = [
-            _attend(q, k, v, None, scale, softcap, sinks)
+            _attend(q, k, v, None, scale, softcap, sinks, _distances(slopes, 1, k.shape[2]))
             for q, k, v in zip(grouped, row_keys, row_values, strict=False)
         ]
         attended = torch.cat(decoded).view(q.shape)
@@ -183,7 +185,8 @@ def paged_attention(
         q = q if latent is None else latent.absorb(q)
         by_head = q.transpose(0, 1)
         stacked = by_head.reshape(keys.shape[1], -1, q.shape[-1]) if len(q) <= _FEW_QUERIES else by_head
-        row_output = _attend(stacked[None], keys, values, mask, scale, softcap, sinks)
+        distances = _distances(slopes, len(q), keys.shape[2])
+        row_output = _attend(stacked[None], keys, values, mask, scale, softcap, sinks, distances)
         attended = row_output.reshape(by_head.shape).transpose(0, 1).contiguous()
         out.append(attended if latent is None else latent.project(attended))
     return out[0] if len(out) == 1 else torch.cat(out)
@@ -303,6 +306,14 @@ def _attend_expanded(
     return attended[0, ..., :value_dim].transpose(0, 1)
 
 
+def _distances(slopes: torch.Tensor | None, num_queries: int, num_keys: int) -> torch.Tensor | None:
+    """What ALiBi adds to the scores of the last queries of `num_keys` tokens, `[heads, num_queries, num_keys]`."""
+    if slopes is None:
+        return None
+    keys, queries = (torch.arange(-count, 0, device=slopes.device) for count in (num_keys, num_queries))
+    return slopes[:, None, None] * (keys - queries[:, None])
+
+
 def _attend(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -311,11 +322,13 @@ def _attend(
     scale: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of queries `[1, heads, n, head_dim]` over keys and values `[1, kv_heads, m, head_dim]`. Or of queries
-    `[1, kv_heads, n, head_dim]`, those of all heads of a KV head one after another.
+    `[1, kv_heads, n, head_dim]`, those of all heads of a KV head one after another. `bias` `[heads, n, m]` is added to
+    the scores.
     """
-    if softcap is None and sinks is None:
+    if softcap is None and sinks is None and bias is None:
         return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
     grouped = query.reshape(keys.shape[1], -1, query.shape[-1])
     scores = torch.matmul(grouped, keys[0].transpose(1, 2)).float()
@@ -323,6 +336,8 @@ def _attend(
         scores.mul_(scale)
     else:
         scores.mul_(scale / softcap).tanh_().mul_(softcap)
+    if bias is not None:
+        scores.add_(bias.reshape(scores.shape))
     if mask is not None:
         scores.view(-1, *mask.shape).add_(mask)
     if sinks is not None:

@@ -200,7 +200,10 @@ class PagedModel:
     def call_module(self, batch: OpaqueBatch, **inputs: Any) -> torch.Tensor:
         """The logits of transformers' module, whose layers attend with `batch`."""
         call = partial(self.module, **inputs, use_cache=False)
-        output = call(paged_batch=batch) if self.traced is None else self.traced.run(batch, call)
+        if self.traced is None:
+            output = call(paged_batch=batch)
+        else:
+            output = self.traced.run(batch, partial(call, **self.traced.inputs))
         logits: torch.Tensor = output.logits
         return logits
 
@@ -248,6 +251,7 @@ def paged_attention_hook(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function for transformers' AttentionInterface. Takes a query `[1, heads, T, head_dim]` and returns
@@ -293,7 +297,7 @@ def paged_attention_hook(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     attended = batch.attend(
         q, k, v, module.layer_idx,
-        scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=s_aux, latent=latent,
+        scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=s_aux, slopes=slopes, latent=latent,
     )  # fmt: skip
     padding = query.shape[2] - count
     return (pad(attended, (0, 0, 0, 0, 0, padding)) if padding else attended)[None], None

@@ -127,7 +127,7 @@ def max_positions(config: PreTrainedConfig, *, max_model_len: int | None = None)
 
     Positions that `counted_token` leaves out do not count. Raises ModelError when the config gives no bound.
     """
-    declared = bound = _size(config, "max_position_embeddings", None if attends(config) else _UNBOUNDED)
+    declared = bound = _size(config, "max_position_embeddings", _length_without_positions(config))
     for rope in _ropes(config):
         before = rope.get("original_max_position_embeddings") or declared
         if rope["rope_type"] == "yarn":
@@ -136,6 +136,13 @@ def max_positions(config: PreTrainedConfig, *, max_model_len: int | None = None)
             bound = min(bound, before)
     padding = counted_token(config)
     return bound if padding is None else bound - padding - 1
+
+
+def _length_without_positions(config: PreTrainedConfig) -> int | None:
+    """The bound of a model whose config needs none, because it has no positions; None: another model."""
+    if config.model_type == "mpt":
+        return _size(config, "max_seq_len")
+    return None if attends(config) and config.model_type != "bloom" else _UNBOUNDED
 
 
 def takes_long_rope(config: PreTrainedConfig, *, max_model_len: int | None) -> bool:
@@ -196,12 +203,8 @@ def _refusal_by_fields(config: PreTrainedConfig) -> str | None:
             f"{kind} has {shared} layers that read the KV of others (num_kv_shared_layers): "
             "each layer needs KV of its own"
         )
-    if (
-        kind == "bloom"
-        or getattr(config, "alibi", False)
-        or getattr(getattr(config, "attn_config", None), "alibi", False)
-    ):
-        return f"{kind} biases attention by distance (ALiBi): only rotary and learned positions are served"
+    if getattr(config, "alibi", False):
+        return f"{kind} rounds what it adds to attention by distance (ALiBi) to bfloat16: only exact slopes are served"
     return f"{kind} {_OWN_ATTENTION[kind]}" if kind in _OWN_ATTENTION else None
 
 

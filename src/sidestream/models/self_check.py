@@ -197,12 +197,15 @@ def _causal_attention(
     *,
     scaling: float,
     sliding_window: int | None,
+    slopes: torch.Tensor | None,
 ) -> tuple[torch.Tensor, None]:
     """For models with attention code of their own; `_traced_compared` compares the code with this."""
-    seen = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).tril()
-    if sliding_window is not None:
-        seen = seen.triu(1 - sliding_window)
-    attended = scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scaling, enable_gqa=True)
+    positions = torch.arange(query.shape[2], device=query.device)
+    behind = positions[:, None] - positions
+    seen = (behind >= 0) & (behind < (sliding_window or len(positions)))
+    bias = torch.zeros(1, device=query.device) if slopes is None else slopes[:, None, None] * -behind
+    mask = bias.masked_fill(~seen, -torch.inf)
+    attended = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
     return attended.transpose(1, 2), None
 
 

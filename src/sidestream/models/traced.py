@@ -28,7 +28,7 @@ from sidestream.models.recurrent import CACHE_ARGUMENTS
 # Only kinds that were compared with transformers' own logits.
 TRACED = frozenset(
     {
-        *("codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "openai-gpt", "xglm"),
+        *("bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "openai-gpt", "xglm"),
     }
 )
 """Kinds whose attention is replaced."""
@@ -52,12 +52,21 @@ class TracedLayers:
     def __init__(self, module: Any, *, num_kv_heads: int) -> None:
         self._config = module.config
         self._num_kv_heads = num_kv_heads
+        self._slopes = _slopes(module)
         self._batch: Any = None
-        self._observe: Observer = lambda own, traced: traced()
+        self._device = module.device
+        self._observe: Observer = _unobserved
         parts = [part for part in module.modules() if _attends(part)]
         for layer, part in enumerate(parts):
             part.layer_idx = layer
             self._replace(part)
+
+    @property
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """More inputs of the model's forward: MPT's needs a mask, of which a traced module makes no use."""
+        if self._config.model_type != "mpt" or self._observe is not _unobserved:
+            return {}
+        return {"attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self._device)}
 
     def run(self, batch: Any, forward: Callable[[], Any]) -> Any:
         """Call `forward`; during the call, the modules attend with `batch`. One call at a time."""
@@ -70,11 +79,11 @@ class TracedLayers:
     @contextlib.contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
         """Inside the context, `observer` is called in place of each module, and returns the module's output."""
-        unobserved, self._observe = self._observe, observer
+        self._observe = observer
         try:
             yield
         finally:
-            self._observe = unobserved
+            self._observe = _unobserved
 
     def _replace(self, part: Any) -> None:
         window = _window(part)
@@ -87,7 +96,15 @@ class TracedLayers:
                 key, value = key[:, ::copies], value[:, ::copies]
             function = ALL_ATTENTION_FUNCTIONS[self._config._attn_implementation]
             attended = function(
-                part, query, key, value, None, scaling=scale, sliding_window=window, paged_batch=self._batch
+                part,
+                query,
+                key,
+                value,
+                None,
+                scaling=scale,
+                sliding_window=window,
+                slopes=self._slopes,
+                paged_batch=self._batch,
             )
             output: torch.Tensor = attended[0].transpose(1, 2)
             return output
@@ -99,6 +116,10 @@ class TracedLayers:
             return self._observe(partial(own, *given, **named), partial(traced, own, attend, given, named))
 
         setattr(part, name, torch.compiler.disable(forward))  # type: ignore[no-untyped-call]
+
+
+def _unobserved(own: Callable[[], Any], traced: Callable[[], Any]) -> Any:
+    return traced()
 
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -211,6 +232,20 @@ def _attends(part: nn.Module) -> bool:
 def _cache_argument(part: nn.Module) -> str | None:
     parameters = inspect.signature(type(part).forward).parameters
     return next((name for name in CACHE_ARGUMENTS if name in parameters), None)
+
+
+def _slopes(module: Any) -> torch.Tensor | None:
+    """What ALiBi adds to the score of a key for each token between query and key, float32 [heads]; None: no ALiBi."""
+    base, device = module.base_model, module.device
+    heads = module.config.num_attention_heads
+    if hasattr(base, "build_mpt_alibi_tensor"):
+        bias = base.build_mpt_alibi_tensor(heads, 2, device=device)
+    elif hasattr(base, "build_alibi_tensor"):
+        bias = base.build_alibi_tensor(torch.ones(1, 2, device=device), heads, torch.float32)
+    else:
+        return None
+    slopes: torch.Tensor = bias[:, 0, 1] - bias[:, 0, 0]
+    return slopes.float().contiguous()
 
 
 def _window(part: Any) -> int | None:

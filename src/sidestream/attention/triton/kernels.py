@@ -252,6 +252,7 @@ def _attend_kv_tiles(
     low_key,
     high_key,
     positions,
+    slope,
     window,
     cap_scale,
     exponent,
@@ -260,6 +261,7 @@ def _attend_kv_tiles(
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
+    ALIBI: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -291,6 +293,8 @@ def _attend_kv_tiles(
             scores = tl.dot(rotated, tl.trans(r), scores, input_precision="ieee")
         if CAPPED:  # tanh, computed with exp2; `exponent` contains the factor softcap
             scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * cap_scale))
+        if ALIBI:
+            scores += slope[:, None] * ((tile + offsets)[None, :] - positions[:, None]).to(tl.float32)
         if MASKED:
             key_positions = tile + offsets
             is_visible = key_positions[None, :] <= positions[:, None]
@@ -492,6 +496,7 @@ def attend(
     pool,
     out,
     sinks,
+    slopes,
     value_sums,
     max_scores,
     weight_sums,
@@ -518,6 +523,7 @@ def attend(
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
+    ALIBI: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -543,6 +549,9 @@ def attend(
     heads = kv_head * GROUP + line % GROUP
     keys = pool + kv_head.to(tl.int64) * head_stride
     values = keys + half_stride
+    slope = line.to(tl.float32)
+    if ALIBI:  # in the units of the raw scores, of which `exponent` makes exponents of 2
+        slope = tl.load(slopes + heads).to(tl.float32) * (1.4426950408889634 / exponent)
     if OVERLAP:
         gdc_launch_dependents()
 
@@ -579,21 +588,21 @@ def attend(
         if WINDOW:
             full = tl.cdiv(tl.maximum(high_key - window, 0), BLOCK_N) * BLOCK_N
             max_score, weight_sum, acc = _attend_kv_tiles(
-                q, rotated, max_score, weight_sum, acc, keys, values, table, edge, full, low_key, high_key, positions,
-                window, cap_scale, exponent, block_stride, offset_stride,
-                True, WINDOW, CAPPED, BLOCK_N, BLOCK_TOKENS, HEAD_DIM, PADDED_DIM,
+                q, rotated, max_score, weight_sum, acc, keys, values, table, edge, full, low_key, high_key,
+                positions, slope, window, cap_scale, exponent, block_stride, offset_stride,
+                True, WINDOW, CAPPED, ALIBI, BLOCK_N, BLOCK_TOKENS, HEAD_DIM, PADDED_DIM,
                 ROTATED_DIM, PADDED_ROTATED,
             )  # fmt: skip
         max_score, weight_sum, acc = _attend_kv_tiles(
-            q, rotated, max_score, weight_sum, acc, keys, values, table, full, diagonal, low_key, high_key, positions,
-            window, cap_scale, exponent, block_stride, offset_stride,
-            False, WINDOW, CAPPED, BLOCK_N, BLOCK_TOKENS, HEAD_DIM, PADDED_DIM,
+            q, rotated, max_score, weight_sum, acc, keys, values, table, full, diagonal, low_key, high_key,
+            positions, slope, window, cap_scale, exponent, block_stride, offset_stride,
+            False, WINDOW, CAPPED, ALIBI, BLOCK_N, BLOCK_TOKENS, HEAD_DIM, PADDED_DIM,
             ROTATED_DIM, PADDED_ROTATED,
         )  # fmt: skip
         max_score, weight_sum, acc = _attend_kv_tiles(
             q, rotated, max_score, weight_sum, acc, keys, values, table, tl.maximum(full, diagonal), high_key,
-            low_key, high_key, positions, window, cap_scale, exponent, block_stride, offset_stride,
-            True, WINDOW, CAPPED, BLOCK_N, BLOCK_TOKENS, HEAD_DIM, PADDED_DIM,
+            low_key, high_key, positions, slope, window, cap_scale, exponent, block_stride, offset_stride,
+            True, WINDOW, CAPPED, ALIBI, BLOCK_N, BLOCK_TOKENS, HEAD_DIM, PADDED_DIM,
             ROTATED_DIM, PADDED_ROTATED,
         )  # fmt: skip
         if SINKS:
@@ -643,9 +652,9 @@ def attend(
             start = tl.maximum(_start_of(split, WIDE_TOKENS, SPLIT_TOKENS, NARROW_SPLITS), low_key // BLOCK_N * BLOCK_N)
             end = tl.minimum(_start_of(split + 1, WIDE_TOKENS, SPLIT_TOKENS, NARROW_SPLITS), high_key)
             max_score, weight_sum, acc = _attend_kv_tiles(
-                q, rotated, max_score, weight_sum, acc, keys, values, table, start, end, low_key, high_key, positions,
-                window, cap_scale, exponent, block_stride, offset_stride,
-                True, WINDOW, CAPPED, BLOCK_N, BLOCK_TOKENS, HEAD_DIM, PADDED_DIM,
+                q, rotated, max_score, weight_sum, acc, keys, values, table, start, end, low_key, high_key,
+                positions, slope, window, cap_scale, exponent, block_stride, offset_stride,
+                True, WINDOW, CAPPED, ALIBI, BLOCK_N, BLOCK_TOKENS, HEAD_DIM, PADDED_DIM,
                 ROTATED_DIM, PADDED_ROTATED,
             )  # fmt: skip
             part = (packed * max_splits + split) * (KV_HEADS * GROUP) + heads

@@ -49,11 +49,12 @@ class DeviceBatch(BatchLocation):
         sliding_window: int | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        slopes: torch.Tensor | None = None,
         latent: LatentHeads | None = None,
     ) -> torch.Tensor:
         attended = paged_attention(
             query if latent is None else latent.absorb(query), key, value, layer, self,
-            scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks,
+            scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks, slopes=slopes,
         )  # fmt: skip
         return attended if latent is None else latent.project(attended)
 
@@ -69,13 +70,14 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Write the batch's keys and values into the pool, then attend; returns `[T, heads, head_dim]`, contiguous, zeros
     for padding.
 
     query [T, heads, head_dim] · key, value [T, kv_heads, head_dim], in the pool's dtype, last dimension dense. heads is
     a multiple of kv_heads; query head h reads kv head h // (heads / kv_heads). A query at position p sees positions `(p
-    - sliding_window, p]`. For `softcap` and `sinks`, see `Attended.attend`. scale is positive. Enqueues two to seven
+    - sliding_window, p]`. For the other options, see `Attended.attend`. scale is positive. Enqueues two to seven
     kernels on the current stream and reads nothing back, so a CUDA graph may capture the call. Sums are float32;
     float32 inputs are multiplied in float32, never in TF32.
 
@@ -99,10 +101,9 @@ def paged_attention(
     out = torch.empty(tokens, heads, head_dim, dtype=query.dtype, device=query.device)
     write(key, value, layer, batch, out=out)
 
-    window = sliding_window or 0
     cap_scale, exponent = _factors(scale, softcap)
-    overlap = _overlap(query.device)
-    contiguous = batch.contiguous if tokens >= LONG_TOKENS and sliding_window is None and softcap is None else None
+    plain = sliding_window is None and softcap is None and slopes is None
+    contiguous = batch.contiguous if tokens >= LONG_TOKENS and plain else None
     long_above = tokens if contiguous is None else tokens // 2
 
     def attend(
@@ -114,16 +115,16 @@ def paged_attention(
             else (out, out, out, 0)
         )
         _kernels().attend[grid](
-            query, pool, out, out if sinks is None else sinks, *parts[:3], batch.block_tables, batch.cu_seqlens_q,
-            batch.kv_lens, rows.start, rows.stop, long_above, parts[3], window, cap_scale, exponent,
-            batch.block_tables.stride(0), *query.stride()[:2], *pool_strides,
+            query, pool, out, out if sinks is None else sinks, out if slopes is None else slopes, *parts[:3],
+            batch.block_tables, batch.cu_seqlens_q, batch.kv_lens, rows.start, rows.stop, long_above, parts[3],
+            sliding_window or 0, cap_scale, exponent, batch.block_tables.stride(0), *query.stride()[:2], *pool_strides,
             SPLIT_TOKENS=workspace.tokens if workspace else 0,
             NARROW_SPLITS=workspace.narrow_splits if workspace else 0, WIDE_TOKENS=wide_tokens,
             WINDOW=sliding_window is not None, CAPPED=softcap is not None, SINKS=sinks is not None,
-            KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=_power_of_two(head_dim),
-            ROTATED_DIM=rotated_dim, PADDED_ROTATED=_power_of_two(rotated_dim), BLOCK_TOKENS=pool.shape[2],
-            BLOCK_M=_lines(tile, group), BLOCK_N=tile.keys, num_warps=_warps(tile, group), num_stages=tile.stages,
-            **overlap.launch_options,
+            ALIBI=slopes is not None, KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim,
+            PADDED_DIM=_power_of_two(head_dim), ROTATED_DIM=rotated_dim, PADDED_ROTATED=_power_of_two(rotated_dim),
+            BLOCK_TOKENS=pool.shape[2], BLOCK_M=_lines(tile, group), BLOCK_N=tile.keys, num_warps=_warps(tile, group),
+            num_stages=tile.stages, **_overlap(query.device).launch_options,
         )  # fmt: skip
 
     if batch.rows_in_splits < rows:
