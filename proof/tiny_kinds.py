@@ -12,7 +12,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from proof.tiny_models import FAMILIES, HYBRIDS, tiny_config
+from proof.tiny_models import FAMILIES, HYBRIDS, LATENT, tiny_config
 
 KINDS = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 """The kinds (`model_type`)."""
@@ -66,7 +66,7 @@ _WHOLE = ("gemma3", "qwen3_5", "qwen3_5_moe")  # with images; their text part is
 
 def tiny_kind(kind: str) -> PreTrainedConfig:
     """The tiny config of a kind, which may have no model. Raises whatever transformers raises."""
-    if kind in FAMILIES or kind in HYBRIDS:
+    if kind in (*FAMILIES, *HYBRIDS, *LATENT):
         known = tiny_config(kind, initializer_range=_SPREAD)
         if known.model_type == kind:
             return known
