@@ -62,10 +62,10 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 LINES = {
     "sidestream_kv": 16_180,
     "sidestream_order": 6_020,
-    "sidestream": 46_420,
+    "sidestream": 46_470,
     "proof": 21_320,
     "bench": 10_290,
-    "tests": 65_490,
+    "tests": 65_530,
 }
 
 
