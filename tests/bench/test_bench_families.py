@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from bench import families
-from sidestream.models import adapter
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,10 +18,24 @@ def test_a_kind_that_is_served_is_compared() -> None:
     assert found.outcome == "identical" and 0 < found.logprob_error < 1e-4
 
 
-def test_a_kind_that_computes_something_else_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = adapter.PagedModel.forward
-    monkeypatch.setattr(adapter.PagedModel, "forward", lambda *args, **kwargs: forward(*args, **kwargs) * 1.001)
+def test_log_probabilities_beyond_the_bound_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = families._served_answers
+
+    def shifted(directory: Path) -> list[tuple[list[int], list[float]]]:
+        return [(tokens, [one + 2e-4 for one in logprobs]) for tokens, logprobs in answers(directory)]
+
+    monkeypatch.setattr(families, "_served_answers", shifted)
     assert families._try_kind("qwen3", lambda text: None).outcome == "wrong"
+
+
+def test_other_tokens_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = families._served_answers
+
+    def shifted(directory: Path) -> list[tuple[list[int], list[float]]]:
+        return [([tokens[0] ^ 1, *tokens[1:]], logprobs) for tokens, logprobs in answers(directory)]
+
+    monkeypatch.setattr(families, "_served_answers", shifted)
+    assert "inf" in families._try_kind("qwen3", lambda text: None).reason
 
 
 @pytest.mark.parametrize(("message", "outcome"), [("it is odd", "unclear"), ("llama is odd", "refused")])
