@@ -19,11 +19,11 @@ _SCAN = "mamba_selective_scan"
 
 
 class ContinuedScan:
-    """The scan of one layer. `state`: the state to begin with, `[rows, channels, state size]`; None: zeros."""
+    """The scan of one layer. `first`: the state to begin with, `[rows, channels, state size]`; None: zeros."""
 
     def __init__(self, scan: Callable[..., Any]) -> None:
         self._scan = scan
-        self.state: torch.Tensor | None = None
+        self.first: torch.Tensor | None = None
 
     def __call__(
         self,
@@ -44,12 +44,12 @@ class ContinuedScan:
         """
         how = {"z": z, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
         found = self._scan(inputs, steps, decays, keys, queries, **how, return_last_state=return_last_state, **others)
-        if self.state is None or not return_last_state:
+        if self.first is None or not return_last_state:
             return found
         outputs, last = found
         steps = steps if delta_bias is None else steps + delta_bias.to(steps.dtype)[..., None]
         steps = softplus(steps) if delta_softplus else steps
-        left = torch.exp(decays[None, :, None] * steps.float().cumsum(-1)[..., None]) * self.state[:, :, None]
+        left = torch.exp(decays[None, :, None] * steps.float().cumsum(-1)[..., None]) * self.first[:, :, None]
         added = torch.einsum("rctn,rnt->rct", left, queries.float())
         added = added if z is None else added * silu(z)
         return outputs + added.to(outputs.dtype), last + left[:, :, -1]

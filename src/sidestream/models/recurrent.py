@@ -211,12 +211,12 @@ def _packed(
 
     def advance(inputs: torch.Tensor, states: States) -> torch.Tensor:
         if scan is not None:
-            scan.state = states["recurrent", 0]
+            scan.first = states["recurrent", 0]
         try:
             return own(inputs, **{argument: _RowStates(layer, states)})
         finally:
             if scan is not None:
-                scan.state = None
+                scan.first = None
 
     return batch.compute(layer, hidden[0], advance, kernels=kernels)[None]
 

@@ -14,7 +14,7 @@ import contextlib
 import inspect
 import numbers
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -145,8 +145,8 @@ class _Cache:
     attend: Attend
 
     def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[_StandIn, _StandIn]:
-        note = _Note(self.attend, key, value)
-        return _StandIn.of(key.to("meta"), note), _StandIn.of(value.to("meta"), replace(note, is_values=True))
+        keys, values = _Note(self.attend, key, value), _Note(self.attend, key, value, is_values=True)
+        return _StandIn.of(key.to("meta"), keys), _StandIn.of(value.to("meta"), values)
 
     def get_seq_length(self, *_: Any) -> int:
         return 0
@@ -162,6 +162,9 @@ class _Note:
     is_values: bool = False
     query: torch.Tensor | None = None
     scale: float = 1.0
+
+    def scores(self, query: torch.Tensor, scale: float) -> _Note:
+        return _Note(self.attend, self.key, self.value, query=query, scale=scale)
 
 
 class _StandIn(torch.Tensor):
@@ -196,11 +199,11 @@ class _StandIn(torch.Tensor):
             return _product(first, others, inputs, shape, alpha=kwargs.get("alpha", 1.0))
         if name in _TIMES or name in _OVER:
             factor = args[1]
-            if not isinstance(factor, numbers.Real):
-                return first  # by a mask
             note = first.note
+            if not isinstance(factor, numbers.Real) or note.query is None:
+                return first  # by a mask
             scale = note.scale * float(factor) if name in _TIMES else note.scale / float(factor)
-            return _StandIn.of(first.as_subclass(torch.Tensor), replace(note, scale=scale))
+            return _StandIn.of(first.as_subclass(torch.Tensor), note.scores(note.query, scale))
         if name in _IGNORED:
             return first
         raise ModelError(f"its attention code uses {name}, which cannot be replaced by paged attention")
@@ -213,7 +216,7 @@ def _product(
     note = first.note
     if not others and note.query is None and not note.is_values:
         query = [one for one in inputs if isinstance(one, torch.Tensor) and one is not first][-1]
-        return _StandIn.of(shape, replace(note, query=query, scale=alpha))
+        return _StandIn.of(shape, note.scores(query, alpha))
     if len(others) != 1 or note.query is None or not others[0].note.is_values:
         raise ModelError("its attention code multiplies something else than queries with keys, and weights with values")
     return note.attend(note.query, note.key, note.value, note.scale).reshape(shape.shape)
