@@ -18,7 +18,7 @@ from sidestream.types import CachedPrefix, CacheExplanation, PrefixQuery
 from sidestream_kv.metrics import Recent
 
 
-class EngineInfo(msgspec.Struct, frozen=True):
+class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """An engine's constants, for its front ends.
 
     version            the engine's version of Sidestream
