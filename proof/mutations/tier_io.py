@@ -74,6 +74,12 @@ MUTATIONS = (
         consequence="a running write publishes a key that a reset is about to drop",
         needs=frozenset({"disk", "reset"}),
     ),
+    Mutation(
+        name="failure-of-a-block-is-noted",
+        hazard="H9",
+        consequence="a block whose read or write failed counts as good, because others of its batch are",
+        needs=frozenset({"disk", "failing_tier"}),
+    ),
     # ------------------------------------------------------------------ disk reads
     Mutation(
         name="disk-read-counts-after-its-fence",
@@ -293,15 +299,18 @@ EXEMPT = (
     Exempt("TierWrites.stored", ("add",), _POLICY),
     Exempt("TierWrites.loads", ("epoch",), _POLICY),
     Exempt("TierWrites.continue_rest", ("abandoned", "clear"), GIVES_UP),
-    Exempt("TierIO.write", ("abandoned",), GIVES_UP),
+    Exempt("TierIO._grant", ("abandoned",), GIVES_UP),
     Exempt(
-        "TierIO.write", ("reserve",), "without it there is no entry to write; rules above cover how long it is held"
+        "TierIO._grant", ("reserve",), "without it there is no entry to write; rules above cover how long it is held"
     ),
     Exempt("TierIO._finish_writes", ("ended",), "see failed-disk-write-leaves-no-entry"),
-    Exempt("TierIO.read", ("take",), PLACE),
-    Exempt("TierIO.read", ("pin",), "without it there is no entry to read; rules above cover how long it is held"),
+    Exempt("TierIO._begin_read", ("take",), PLACE),
+    Exempt(
+        "TierIO._begin_read", ("pin",), "without it there is no entry to read; rules above cover how long it is held"
+    ),
     Exempt("TierIO.finish_reads", ("taken_in",), "disk-read-counts-after-its-fence decides when it is called"),
     Exempt("TierIO.finish_reads", ("publish",), "disk-read-counts-after-its-fence decides when it is called"),
     Exempt("TierIO._timed", ("abandoned",), GIVES_UP),
-    Exempt("ReadTicket.failure", ("failure",), "a query; rules above cover its callers"),
+    Exempt("ReadTicket.failure", ("failure", "failure"), "a query; rules above cover its callers"),
+    Exempt("WriteTicket.failure", ("failure", "failure"), "a query; rules above cover its callers"),
 )

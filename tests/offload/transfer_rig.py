@@ -26,6 +26,7 @@ from sidestream_kv.kv.pool import FencedPool, Lease
 from sidestream_kv.metrics import Metrics
 from sidestream_kv.offload.connector import LoadReady, OffloadConnector, TransferEvent
 from sidestream_kv.offload.loads import CostModel
+from sidestream_kv.offload.tiers.base import TierStreams
 from sidestream_kv.offload.tiers.disk import DiskTier, entry_bytes
 from sidestream_kv.offload.tiers.stack import BlockMemory, HostTier, TierStack
 from sidestream_kv.types import Fence, Key, LoadPlan, PromotePlan, StorePlan
@@ -108,6 +109,7 @@ class Rig:
         disk_blocks: int = 64,
         self_check: float = 0.0,
         write_policies: Mapping[str, str] | None = None,
+        disk_streams: TierStreams = TierStreams(),  # noqa: B008 - a frozen value
     ) -> None:
         """`ready_slots` of the host tier can be used at first; None: all."""
         self.device = CpuDevice(compute_threads=1)
@@ -123,7 +125,8 @@ class Rig:
         self.disk: FaultyTier | None = None
         if directory is not None:
             capacity = disk_blocks * entry_bytes(LAYOUT)
-            self.disk = FaultyTier(DiskTier.open(directory, layout=LAYOUT, fingerprint="rig", capacity_bytes=capacity))
+            tier = DiskTier.open(directory, layout=LAYOUT, fingerprint="rig", capacity_bytes=capacity)
+            self.disk = FaultyTier(tier, streams=disk_streams)
         self.costs = CostModel(LAYOUT)
         self.metrics = Metrics()
         self.clock = self.device.now = Clock()  # type: ignore[method-assign]

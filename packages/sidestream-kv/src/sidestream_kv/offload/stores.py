@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 
 from sidestream_kv.kv.pool import Lease
@@ -273,29 +273,29 @@ class TierWrites:
         """Number of objects that are kept, by kind."""
         return {"blocks to write": self._rest_begins + len(self._rest)}
 
-    def stored(self, blocks: Iterable[tuple[Key, int]], job: StoreJob, prefix: tuple[Key, ...]) -> None:
+    def stored(self, blocks: Sequence[tuple[Key, int]], job: StoreJob, prefix: tuple[Key, ...]) -> None:
         """Write blocks whose store has ended, given as keys and host slots, to the tiers that want them. `prefix` is
         marked as just used after the last write.
         """
-        for key, slot in blocks:
-            for io in self._all:
-                io.write(key, slot, prefix, job.generation)
-            if not self._selective:
-                continue
-
-            worth = self._seen.add(key) or key in job.plan.returning
-            for io in self._selective:
-                if worth or io.has_room:
-                    io.write(key, slot, prefix, job.generation)
+        for io in self._all:
+            io.write(blocks, prefix, job.generation)
+        if not self._selective:
+            return
+        worth = [self._seen.add(key) or key in job.plan.returning for key, _ in blocks]
+        for io in self._selective:
+            chosen, num_free = list[tuple[Key, int]](), io.num_free
+            for block, is_worth in zip(blocks, worth, strict=True):
+                if is_worth or len(chosen) < num_free:
+                    chosen.append(block)
                 else:
                     io.leave_out("not_reused")
+            io.write(chosen, prefix, job.generation)
 
     def reused(self, keys: Sequence[Key], prefix: tuple[Key, ...], generation: int) -> None:
         """A request reuses these blocks: write those in host memory to each tier that lacks them."""
         for io in self._selective:
-            for key in keys:
-                if not io.holds(key) and (slot := self._pool.get(key)) is not None:
-                    io.write(key, slot, prefix, generation)
+            held = [(key, self._pool.get(key)) for key in keys if not io.holds(key)]
+            io.write([(key, slot) for key, slot in held if slot is not None], prefix, generation)
 
     def loads(self, plan: LoadPlan, generation: int) -> None:
         """A load reuses its blocks, unless a preempted request loads its own."""
@@ -321,7 +321,5 @@ class TierWrites:
             most = max(each.max_entries for each in self._selective)
             self._rest = deque(islice(self._pool.keys_by_use(), most))
             self._tiers.touch_persistent(self._rest)  # no write of one of them evicts another
-        for _ in range(pacing.BLOCKS_PER_TURN):
-            if not self._rest or not self.has_more(storing=storing):
-                return
-            self.reused((self._rest.popleft(),), (), self._rest_generation)
+        count = min(len(self._rest), pacing.BLOCKS_PER_TURN, *(each.most_writes for each in self._selective))
+        self.reused([self._rest.popleft() for _ in range(count)], (), self._rest_generation)
