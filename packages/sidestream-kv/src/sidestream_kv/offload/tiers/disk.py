@@ -32,7 +32,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -52,7 +52,6 @@ from sidestream_kv.offload.tiers.slots import (
     PAGE,
     Geometry,
     Records,
-    Slots,
     bodies_of,
     check_of,
     checks_of,
@@ -374,19 +373,26 @@ class Medium:
         self._segments = slots.segments
         self._mutex = threading.Lock()  # of what follows
         self._seen = Records.void(table.geometry.num_slots)  # at the last look, and as this process has changed them
-        self._slot_of_serial: dict[int, int] = {}  # by serial
+        self._slot_of_serial: dict[int, int] = {}  # of entries that were written or found since `load`
+        self._loaded_serials, self._loaded_slots = np.empty(0, np.uint64), np.empty(0, np.intp)  # in ascending order
         self._news = News()
         self._spare: deque[tuple[int, int]] = deque()  # slots to write, and their checks
 
-    def load(self, *, as_news: bool = False) -> list[Entry]:
-        """Read all records. Returns their entries, least recently used first. `as_news`: they are news, too."""
+    def load(self, *, as_news: bool = False) -> Iterable[tuple[Key, int]]:
+        """Read all records. Returns the keys and serials of their entries, least recently used first. `as_news`: they
+        are news, too.
+        """
         records = self._seen = self._table.records()
         slots = np.flatnonzero(records.checks)
         records.checks[slots[~records.valid(slots)]] = 0
         slots = np.flatnonzero(records.checks)
-        found: list[Entry] = self._news.written if as_news else []
-        self._add(slots[np.argsort(records.stamps[slots])], found)
-        return found
+        serials = records.bodies["serial"][slots]
+        order = np.argsort(serials)
+        self._loaded_serials, self._loaded_slots = serials[order], slots[order]
+        slots = slots[np.argsort(records.stamps[slots])]
+        if as_news:
+            self._news.written += records.entries(slots)
+        return records.pairs(slots)
 
     def is_in_place(self) -> bool:
         """Whether the path still leads to this directory, with this table. Raises OSError if that cannot be found
@@ -500,7 +506,7 @@ class Medium:
         """Keep every process from overwriting an entry until `release` of the slot that is returned; None if the entry
         is gone, or being overwritten. Raises OSError.
         """
-        slot = self._slot_of_serial.get(entry.serial)
+        slot = self._known_slot(entry)
         return slot if slot is not None and self._locks.share(slot) else None
 
     def release(self, slot: int) -> None:
@@ -534,19 +540,28 @@ class Medium:
             seen.bodies[changed] = self._table.bodies(first, stop)[changed - first]
             seen.checks[changed] = checks[changed]
             seen.checks[changed[~seen.valid(changed)]] = 0
-            self._add(changed[seen.checks[changed] != 0], news.written)
-
-    def _add(self, slots: Slots, entries: list[Entry]) -> None:
-        entries += self._seen.entries(slots)
-        self._slot_of_serial.update(zip(self._seen.bodies["serial"][slots].tolist(), slots.tolist(), strict=True))
+            written = changed[seen.checks[changed] != 0]
+            news.written += (found := seen.entries(written))
+            self._slot_of_serial.update(zip([entry.serial for entry in found], written.tolist(), strict=True))
 
     # ------------------------------------------------------------------ slots
 
     def _slot_of(self, entry: Entry) -> int | None:
         """The slot of an entry, also if another process has written it just now."""
-        if entry.serial not in self._slot_of_serial:
+        slot = self._known_slot(entry)
+        if slot is None:
             self._look()
-        return self._slot_of_serial.get(entry.serial)
+            slot = self._known_slot(entry)
+        return slot
+
+    def _known_slot(self, entry: Entry) -> int | None:
+        """The slot that an entry is in, or was in, as far as this process has seen."""
+        if (slot := self._slot_of_serial.get(entry.serial)) is not None:
+            return slot
+        serial = np.uint64(entry.serial)  # else numpy compares floats
+        at = int(np.searchsorted(self._loaded_serials, serial))
+        found = at < len(self._loaded_serials) and self._loaded_serials[at] == serial
+        return int(self._loaded_slots[at]) if found else None
 
     def _own_slots(self, victims: Sequence[Entry | None], owned: list[int]) -> None:
         """Lease slots to write, one for each victim, as far as there are slots; they are added to `owned`."""
@@ -554,7 +569,7 @@ class Medium:
         chosen = [
             (slot, check_of(slot, victim))
             for victim in victims
-            if victim is not None and (slot := self._slot_of_serial.get(victim.serial)) is not None
+            if victim is not None and (slot := self._known_slot(victim)) is not None
         ] or islice(spare, len(victims))
         while checks := dict(sorted(chosen)):
             for run in runs(list(checks)):

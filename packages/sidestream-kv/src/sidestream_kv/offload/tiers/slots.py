@@ -47,8 +47,9 @@ import secrets
 import struct
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from mmap import mmap
 
 import numpy as np
@@ -128,9 +129,13 @@ class Records:
         keys = self.bodies["key"][slots].tobytes()
         return [keys[at : at + 16] for at in range(0, len(keys), 16)]
 
+    def pairs(self, slots: Slots) -> Iterable[tuple[Key, int]]:
+        """The keys and serials of the entries in these slots, whose records are valid."""
+        return zip(self.keys(slots), self.bodies["serial"][slots].tolist(), strict=True)
+
     def entries(self, slots: Slots) -> list[Entry]:
         """The entries in these slots, whose records are valid."""
-        return list(map(Entry, self.keys(slots), self.bodies["serial"][slots].tolist()))
+        return list(starmap(Entry, self.pairs(slots)))
 
 
 class SlotTable:
