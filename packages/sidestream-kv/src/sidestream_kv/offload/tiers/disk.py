@@ -52,8 +52,8 @@ from sidestream_kv.offload.tiers.slots import (
     PAGE,
     Geometry,
     Records,
+    Words,
     bodies_of,
-    check_of,
     checks_of,
     runs,
 )
@@ -478,7 +478,7 @@ class Medium:
             return None
         try:
             # rule: record-is-compared-under-the-lease
-            if self._table.checks(first, len(entries)) != checks_of(first, entries):
+            if not np.array_equal(self._table.checks(first, len(entries)), self._checks_of(first, entries)):
                 return None
             try:
                 found = self._segments.read(first, entries, outs)
@@ -496,7 +496,7 @@ class Medium:
     def delete(self, entry: Entry) -> None:
         """Delete an entry, if it exists and is not leased. Raises OSError."""
         slot = self._slot_of(entry)
-        if slot is not None and self._owns(slot, [check_of(slot, entry)]):
+        if slot is not None and self._owns(slot, self._checks_of(slot, [entry])):
             try:
                 self._void(slot)
             finally:
@@ -566,28 +566,32 @@ class Medium:
     def _own_slots(self, victims: Sequence[Entry | None], owned: list[int]) -> None:
         """Lease slots to write, one for each victim, as far as there are slots; they are added to `owned`."""
         spare = self._spare_slots()
-        chosen = [
-            (slot, check_of(slot, victim))
+        held = [
+            (slot, victim)
             for victim in victims
             if victim is not None and (slot := self._known_slot(victim)) is not None
-        ] or islice(spare, len(victims))
+        ]
+        slots = [slot for slot, _ in held]
+        expected = checks_of(slots, bodies_of([victim for _, victim in held])).tolist()
+        chosen = zip(slots, expected, strict=True) if held else islice(spare, len(victims))
         while checks := dict(sorted(chosen)):
             for run in runs(list(checks)):
-                self._own_run(run, [checks[slot] for slot in run], owned)
+                self._own_run(run, np.array([checks[slot] for slot in run], np.uint64), owned)
             chosen = islice(spare, len(victims) - len(owned))
 
-    def _own_run(self, run: range, checks: Sequence[int], owned: list[int]) -> None:
+    def _own_run(self, run: range, checks: Words, owned: list[int]) -> None:
         if self._owns(run.start, checks):
             owned += run
         elif len(run) > 1:
-            owned += [slot for slot, check in zip(run, checks, strict=True) if self._owns(slot, [check])]
+            owned += [slot for at, slot in enumerate(run) if self._owns(slot, checks[at : at + 1])]
 
-    def _owns(self, first: int, checks: Sequence[int]) -> bool:
+    def _owns(self, first: int, checks: Words) -> bool:
         """Lease slots for writing, if they still hold what they held when they were chosen."""
         if not self._locks.own(first, len(checks)):
             return False
         try:
-            if self._table.checks(first, len(checks)) == checks:  # rule: slot-is-taken-as-it-was-seen
+            # rule: slot-is-taken-as-it-was-seen
+            if np.array_equal(self._table.checks(first, len(checks)), checks):
                 return True
         except OSError:
             self._locks.release(first, len(checks))
@@ -611,12 +615,16 @@ class Medium:
                 slots = np.argsort(stamps, kind="stable")[:_OLDEST]  # neighbours that were written at once stay so
             self._spare.extend(zip(slots.tolist(), checks[slots].tolist(), strict=True))
 
+    @staticmethod
+    def _checks_of(first: int, entries: Sequence[Entry]) -> Words:
+        return checks_of(range(first, first + len(entries)), bodies_of(entries))
+
     def _publish(self, first: int, entries: Sequence[Entry]) -> None:
         with self._mutex:
             seen, slots = self._seen, slice(first, first + len(entries))
             seen.stamps[slots] = stamp = time.time_ns()
-            seen.checks[slots] = self._table.publish(first, entries, stamp)
-            seen.bodies[slots] = bodies_of(entries)
+            seen.bodies[slots] = bodies = bodies_of(entries)
+            seen.checks[slots] = self._table.publish(first, bodies, stamp)
             self._slot_of_serial.update((entry.serial, slot) for slot, entry in enumerate(entries, first))
 
     def _void(self, first: int, count: int = 1) -> None:

@@ -121,7 +121,7 @@ class Records:
 
     def valid(self, slots: Slots) -> npt.NDArray[np.bool_]:
         """Whether the records of these slots are those of entries."""
-        found: npt.NDArray[np.bool_] = self.checks[slots] == _checks(slots.astype(_U64), self.bodies[slots])
+        found: npt.NDArray[np.bool_] = self.checks[slots] == checks_of(slots, self.bodies[slots])
         return found
 
     def keys(self, slots: Slots) -> list[Key]:
@@ -211,7 +211,7 @@ class SlotTable:
         moved = Records.void(num_slots)
         moved.stamps[targets] = records.stamps[sources]
         moved.bodies[targets] = records.bodies[sources]
-        moved.checks[targets] = _checks(targets.astype(_U64), moved.bodies[targets])
+        moved.checks[targets] = checks_of(targets, moved.bodies[targets])
         return SlotTable.create(
             directory, dataclasses.replace(self.geometry, num_slots=num_slots), records=moved, opens=self.opens
         )
@@ -225,12 +225,12 @@ class SlotTable:
     def opens(self, opens: int) -> None:
         write_at(self.fd, opens.to_bytes(8, "little"), _OPENS_AT)
 
-    def publish(self, first: int, entries: Sequence[Entry], stamp: int) -> list[int]:
+    def publish(self, first: int, bodies: npt.NDArray[np.void], stamp: int) -> Words:
         """Make the records of written slots, from `first` on, valid. Returns their checks. Raises OSError."""
-        write_at(self.fd, bodies_of(entries).tobytes(), self._bodies_at + _BODY.itemsize * first)
-        self.stamp(first, stamp, len(entries))
-        checks = checks_of(first, entries)
-        write_at(self.fd, _words(checks), self._checks_at + 8 * first)
+        write_at(self.fd, bodies.tobytes(), self._bodies_at + _BODY.itemsize * first)
+        self.stamp(first, stamp, len(bodies))
+        checks = checks_of(range(first, first + len(bodies)), bodies)
+        write_at(self.fd, checks.tobytes(), self._checks_at + 8 * first)
         return checks
 
     def void(self, first: int, count: int = 1) -> None:
@@ -243,12 +243,12 @@ class SlotTable:
 
     def check(self, slot: int) -> int:
         """The check of a slot; 0: void. Raises OSError."""
-        return self.checks(slot, 1)[0]
+        return int(self.checks(slot, 1)[0])
 
-    def checks(self, first: int, count: int) -> list[int]:
+    def checks(self, first: int, count: int) -> Words:
         """The checks of `count` slots; 0: void. Raises OSError."""
         found = os.pread(self.fd, 8 * count, self._checks_at + 8 * first)
-        return list(struct.unpack(f"<{count}Q", found.ljust(8 * count, b"\0")))
+        return np.frombuffer(found.ljust(8 * count, b"\0"), _U64)
 
     def scan(self) -> tuple[Words, Words]:
         """Checks and stamps of all slots. Raises OSError."""
@@ -274,7 +274,7 @@ class SlotTable:
 
 
 def check_of(slot: int, entry: Entry) -> int:
-    """The check of a record. In Python, because one call of numpy takes as long: see `_checks`."""
+    """The check of a record, as `checks_of` computes it. In Python, because one call of numpy takes as long."""
     mixed = (slot + _START) & _MASK
     for part in _WORDS.unpack(_body(entry)):
         mixed = ((mixed ^ part) * _FACTOR) & _MASK
@@ -287,9 +287,13 @@ def bodies_of(entries: Sequence[Entry]) -> npt.NDArray[np.void]:
     return np.frombuffer(b"".join(map(_body, entries)), _BODY)
 
 
-def checks_of(first: int, entries: Sequence[Entry]) -> list[int]:
-    """The checks of entries in the slots from `first` on."""
-    return [check_of(slot, entry) for slot, entry in enumerate(entries, first)]
+def checks_of(slots: Sequence[int] | Slots, bodies: npt.NDArray[np.void]) -> Words:
+    """The checks of records: never 0."""
+    mixed = np.asarray(slots).astype(_U64) + np.uint64(_START)
+    for part in (bodies["key"][:, 0], bodies["key"][:, 1], bodies["serial"]):
+        mixed = (mixed ^ part) * np.uint64(_FACTOR)
+        mixed ^= mixed >> np.uint64(32)
+    return mixed | np.uint64(1)
 
 
 class SlotLocks:
@@ -507,6 +511,8 @@ def allows_direct_io(directory: TierDirectory) -> bool:
 
 def runs(slots: Sequence[int], *, within: int = 1 << 62) -> list[range]:
     """Consecutive slots, as ranges. No range crosses a multiple of `within`. `slots` ascend."""
+    if slots and slots[-1] - slots[0] + 1 == len(slots) and slots[0] // within == slots[-1] // within:
+        return [range(slots[0], slots[-1] + 1)]
     found: list[range] = []
     for slot in slots:
         if found and found[-1].stop == slot and slot % within:
@@ -550,19 +556,6 @@ def read_at(fd: int, out: memoryview, offset: int) -> None:
 
 def _body(entry: Entry) -> bytes:
     return entry.key + entry.serial.to_bytes(8, "little")
-
-
-def _words(words: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(words)}Q", *words)
-
-
-def _checks(slots: Words, bodies: npt.NDArray[np.void]) -> Words:
-    """The checks of records: never 0."""
-    mixed = slots + np.uint64(_START)
-    for part in (bodies["key"][:, 0], bodies["key"][:, 1], bodies["serial"]):
-        mixed = (mixed ^ part) * np.uint64(_FACTOR)
-        mixed ^= mixed >> np.uint64(32)
-    return mixed | np.uint64(1)
 
 
 def _whole_pages(num_bytes: int) -> int:
