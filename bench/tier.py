@@ -239,7 +239,7 @@ def _open_s(path: Path, count: int) -> float:
     records.bodies["key"] = random.integers(0, 1 << 63, (count, 2), np.uint64)
     records.bodies["serial"] = np.arange(count)
     records.stamps[:] = random.permutation(count)
-    records.checks[:] = slots.checks_of(np.arange(count), records.bodies)
+    records.checks[:] = slots._checks(np.arange(count, dtype=np.uint64), records.bodies)
     slots.SlotTable.create(TierDirectory.open(path), geometry, records=records, opens=1)
     seconds = []
     for _ in range(5):

@@ -190,9 +190,32 @@ MUTATIONS = (
     ),
 )
 
+_ONE_DISK = "no schedule has two directories"
 _MISS = "the blocks are then a miss, and are recomputed"
 
 EQUIVALENT = (
+    Equivalent(
+        Mutation(
+            name="block-is-in-one-tier-of-a-kind",
+            hazard="H22",
+            change=Always(),
+            consequence="a block takes room in several directories of the disk tier",
+        ),
+        _ONE_DISK,
+        noticed_by="offload/test_disk_directories.py::test_blocks_are_divided_and_each_is_in_one_directory",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
+            name="tier-that-fails-is-passed-over",
+            hazard="H26",
+            change=Value("self._members"),
+            consequence="blocks are not written while one of several directories is full or broken",
+        ),
+        _ONE_DISK,
+        noticed_by="offload/test_disk_directories.py::test_a_directory_that_fails_is_passed_over",
+        unreached=True,
+    ),
     Equivalent(
         Mutation(
             name="invalidated-blocks-leave-the-disk",
@@ -303,6 +326,7 @@ EXEMPT = (
     Exempt(
         "TierIO._grant", ("reserve",), "without it there is no entry to write; rules above cover how long it is held"
     ),
+    Exempt("TierIO._begin_write", ("add",), "see block-is-in-one-tier-of-a-kind"),
     Exempt("TierIO._finish_writes", ("ended",), "see failed-disk-write-leaves-no-entry"),
     Exempt("TierIO._begin_read", ("take",), PLACE),
     Exempt(

@@ -467,7 +467,14 @@ EQUIVALENT = (
 EXEMPT = (
     Exempt("TierIndex.clear", ("clear",), PINS),
     Exempt("_open", ("fingerprint=",), "see disk-of-other-weights-is-refused"),
-    Exempt("open_tiers", ("callback",), "it closes tiers that no engine has used, if another tier cannot be opened"),
+    Exempt(
+        "open_tiers",
+        ("replace", "callback"),
+        "it closes tiers that no engine has used, if another tier cannot be opened",
+    ),
+    Exempt("_directories", ("replace",), "it makes values"),
+    Exempt("Medium.load", ("written",), "see entries-of-other-processes-are-found"),
+    Exempt("Medium._look", ("written",), "see entries-of-other-processes-are-found"),
     Exempt("TierStack.close", ("callback",), "if one tier fails to close, the others are closed nevertheless"),
     Exempt(
         "TierDirectory._write_description",

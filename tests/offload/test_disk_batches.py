@@ -100,6 +100,16 @@ def test_a_batch_in_place_of_others_takes_their_slots(tmp_path: Path) -> None:
     assert [slot_of(tier, entry) for entry in entries_of(tier, keys(6, 7, 8))] == [0, 1, 2]
 
 
+def test_the_last_blocks_of_a_batch_are_evicted_first_after_a_restart(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, max_entries=5)
+    write_all(tier, FIVE)
+    tier.close()
+    tier = open_tier(tmp_path, max_entries=4)
+    assert sorted(tier.index) == sorted(FIVE[:4])
+    store(tier, key(6))
+    assert sorted(tier.index) == sorted([*FIVE[:3], key(6)])
+
+
 def test_no_read_or_write_of_a_batch_crosses_the_end_of_a_segment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

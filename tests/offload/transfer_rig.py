@@ -110,6 +110,7 @@ class Rig:
         self_check: float = 0.0,
         write_policies: Mapping[str, str] | None = None,
         disk_streams: TierStreams = TierStreams(),  # noqa: B008 - a frozen value
+        second_disk: Path | None = None,
     ) -> None:
         """`ready_slots` of the host tier can be used at first; None: all."""
         self.device = CpuDevice(compute_threads=1)
@@ -122,11 +123,13 @@ class Rig:
         self.device.grows = lambda memory: self.pins and self.ready_slots < num_slots  # type: ignore[method-assign]
         slab = self.device.allocate_host("host", num_slots * LAYOUT.block_bytes)
         self.host = HostTier(slab, LAYOUT, ready_bytes=self.device.ready_bytes(slab))
-        self.disk: FaultyTier | None = None
-        if directory is not None:
-            capacity = disk_blocks * entry_bytes(LAYOUT)
-            tier = DiskTier.open(directory, layout=LAYOUT, fingerprint="rig", capacity_bytes=capacity)
-            self.disk = FaultyTier(tier, streams=disk_streams)
+        self.disks: dict[str, FaultyTier] = {}
+        for name, path in (("disk", directory), ("disk-2", second_disk)):
+            if path is not None:
+                capacity = disk_blocks * entry_bytes(LAYOUT)
+                tier = DiskTier.open(path, layout=LAYOUT, fingerprint="rig", capacity_bytes=capacity)
+                self.disks[name] = FaultyTier(tier, streams=disk_streams)
+        self.disk = self.disks.get("disk")
         self.costs = CostModel(LAYOUT)
         self.metrics = Metrics()
         self.clock = self.device.now = Clock()  # type: ignore[method-assign]
@@ -138,7 +141,7 @@ class Rig:
             device=self.device,
             pools=[self.blocks],
             memory=self.memory,
-            tiers=TierStack(self.host, {} if self.disk is None else {"disk": self.disk}),
+            tiers=TierStack(self.host, self.disks),
             costs=self.costs,
             metrics=self.metrics,
             load_deadline_s=DEADLINE_S,
@@ -263,8 +266,7 @@ class Rig:
         self.store(wanted, lease.ids, fence, **kept)
         self.finish("compute", "store")
         self.let_go(lease)
-        if self.disk is not None:
-            self.finish("disk-write-0")
+        self.finish(*(f"{name}-write-0" for name in self.disks))
 
     def on_disk_only(self, wanted: Sequence[Key]) -> None:
         """Blocks that only the disk holds."""
@@ -307,7 +309,7 @@ class Rig:
         self.blocks.check()
         self.host.pool.check()
         assert self.host.pool.num_used == 0
-        if self.disk is not None:
-            assert len(self.disk.index._idle) == len(self.disk.index), "an entry on disk is still pinned"
-            assert self.disk.index._leaving == 0
+        for disk in self.disks.values():
+            assert len(disk.index._idle) == len(disk.index), "an entry on disk is still pinned"
+            assert disk.index._leaving == 0
         assert self.device.host_waits() == {}

@@ -27,6 +27,7 @@ from sidestream_kv.offload.loads import TransferContext
 from sidestream_kv.offload.tickets import Outcome, Promoted, ReadTicket, Waiter, WriteTicket
 from sidestream_kv.offload.tiers.base import BatchTier, PersistentTier, SharedTier, batch_blocks, streams_of
 from sidestream_kv.offload.tiers.index import Entry, Refresh, WriteGrant
+from sidestream_kv.offload.tiers.stack import kind_of
 from sidestream_kv.types import Access, Fence, FindPlan, Key, PromotePlan, RequestId
 
 # A request waits for reads so many times as long as they are expected to take, and at least so long.
@@ -99,6 +100,8 @@ class TierIO:
         self._writes: list[tuple[Stream, deque[WriteTicket]]] = [
             (device.worker(f"{name}-write-{index}"), deque()) for index in range(streams.writers)
         ]
+        self._in_flight: set[Key] = set()  # keys of the blocks that are being written
+        self._num_peers = sum(kind_of(other) == kind_of(name) for other in context.tiers.persistent)
         self._batch = batch_blocks(self._tier, self._host.layout.block_bytes)
         self._resumes_s = 0.0
         self.refresh = Refresh(self._tier, self._clock)
@@ -149,12 +152,21 @@ class TierIO:
 
     @property
     def most_writes(self) -> int:
-        """How many writes may begin until it is crowded."""
-        return self._host.pool.size // 2 - self._num_writes
+        """How many writes may begin until it is crowded. Tiers of one kind share the host slots."""
+        return -(-(self._host.pool.size // 2) // self._num_peers) - self._num_writes
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether a write has failed just now."""
+        return self._clock() < self._resumes_s
 
     def holds(self, key: Key) -> bool:
         """Whether the tier holds the block."""
         return key in self._tier.index
+
+    def takes(self, key: Key) -> bool:
+        """Whether the tier neither holds the block nor is writing it."""
+        return key not in self._in_flight and key not in self._tier.index
 
     def leave_out(self, outcome: str) -> None:
         """Count a block that is not written, with the reason."""
@@ -166,14 +178,14 @@ class TierIO:
         """
         granted: list[TierBlock] = []
         for key, index in blocks:
-            if not self.holds(key) and (grant := self._grant(key, self.most_writes - len(granted))) is not None:
+            if self.takes(key) and (grant := self._grant(key, self.most_writes - len(granted))) is not None:
                 granted.append(TierBlock(index, grant.entry, grant, grant.victim))
         for first in range(0, len(granted), self._batch):
             self._begin_write(granted[first : first + self._batch], prefix, generation)
 
     def _grant(self, key: Key, most: int) -> WriteGrant | None:
         """The right to write a block that the tier does not hold; None if it is skipped. `most`: how many may be."""
-        if most <= 0 or self._context.switches.abandoned or self._clock() < self._resumes_s:
+        if most <= 0 or self._context.switches.abandoned or self.is_paused:
             self.leave_out("skipped")
             return None
         try:
@@ -194,6 +206,7 @@ class TierIO:
         now_s = self._clock()
         for block, slot, outcome in zip(blocks, slots, outcomes, strict=True):
             assert block.grant is not None
+            self._in_flight.add(block.entry.key)
             writes.append(WriteTicket(block.entry.key, prefix, slot, block.grant, fence, now_s, outcome, generation))
 
     def _write(self, blocks: Sequence[TierBlock]) -> Sequence[BaseException | None]:
@@ -220,6 +233,7 @@ class TierIO:
     def _finish_writes(self, writes: deque[WriteTicket]) -> None:
         while writes and writes[0].fence.poll():  # rule: disk-write-counts-after-its-fence
             ticket = writes.popleft()
+            self._in_flight.discard(ticket.key)
             failure = ticket.failure()
             good = self._context.log.ended(
                 f"{self.name}-write", failure, self._host.layout.block_bytes, ticket.submitted_s

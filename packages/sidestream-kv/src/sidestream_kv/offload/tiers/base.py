@@ -132,6 +132,7 @@ class TierContext:
 
     fingerprint   hash of the model's weights and config; a tier must not serve blocks of another model
     tracer        tracer for the tier's index, in tests; None: no tracing
+    name          name of the tier: its kind's name; with `-2` and so on, if several tiers of the kind are opened
     rank          which of the `num_ranks` ranks that hold a share of each block opens the tier
     """
 
@@ -140,6 +141,7 @@ class TierContext:
     tracer: Tracer | None = None
     rank: int = 0
     num_ranks: int = 1
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,7 @@ class TierKind:
     open   function that makes the tier, or returns None if the config does not ask for the tier. Raises ConfigError
     write_policy   which blocks it writes by default: see `OffloadConfig.write_policy`. A tier that engines share should
            keep `"all"`, because others may reuse a block that this engine never uses again
+    parts  configs of the tiers to open: several, if each block is in one of several tiers
     ranks  whether several ranks may open it with the same options, because it keeps their entries apart itself
     """
 
@@ -181,3 +184,4 @@ class TierKind:
     open: Callable[[OffloadConfig, TierContext], PersistentTier | None]
     write_policy: str = "all"
     ranks: bool = False
+    parts: Callable[[OffloadConfig], Sequence[OffloadConfig]] = lambda config: (config,)

@@ -24,6 +24,7 @@ another engine has made it anew already. The write raises TierLost, so that the 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import gc
 import logging
@@ -52,8 +53,8 @@ from sidestream_kv.offload.tiers.slots import (
     PAGE,
     Geometry,
     Records,
-    Words,
     bodies_of,
+    check_of,
     checks_of,
     runs,
 )
@@ -99,6 +100,7 @@ class DiskTier:
         fingerprint: str,
         capacity_bytes: int,
         batches: bool = True,
+        name: str = NAME,
         tracer: Tracer | None = None,
     ) -> DiskTier:
         """Create, reopen or join the tier in `directory`, for one model (`fingerprint`) and layout.
@@ -106,7 +108,8 @@ class DiskTier:
         The tier takes at most `capacity_bytes` (counted in whole pages, including headers). If it held more, the least
         recently used entries are removed. If other engines use the directory, it keeps its capacity. Reads no block.
         Raises ConfigError, and changes nothing, if `TierDirectory` refuses the directory, or if `capacity_bytes` is
-        less than one entry. `batches`: whether the streams read and write several small blocks at once.
+        less than one entry. `batches`: whether the streams read and write several small blocks at once. `name`: the
+        index's name.
         """
         path = Path(directory).expanduser().absolute()
         slot_bytes = entry_bytes(layout)
@@ -132,7 +135,7 @@ class DiskTier:
                 tier._medium.load(),
                 max_entries=tier._medium.geometry.num_slots,
                 entry_bytes=slot_bytes,
-                name=NAME,
+                name=name,
                 next_serial=slots.next_serial,
                 evictions=slots.evictions,
                 corrupt=slots.damaged,
@@ -389,7 +392,7 @@ class Medium:
         serials = records.bodies["serial"][slots]
         order = np.argsort(serials)
         self._loaded_serials, self._loaded_slots = serials[order], slots[order]
-        slots = slots[np.argsort(records.stamps[slots])]
+        slots = records.by_use(slots)
         if as_news:
             self._news.written += records.entries(slots)
         return records.pairs(slots)
@@ -477,8 +480,8 @@ class Medium:
         if not self._locks.share(first, len(entries)):
             return None
         try:
-            # rule: record-is-compared-under-the-lease
-            if not np.array_equal(self._table.checks(first, len(entries)), self._checks_of(first, entries)):
+            checks = checks_of(range(first, first + len(entries)), entries)
+            if self._table.checks(first, len(entries)) != checks:  # rule: record-is-compared-under-the-lease
                 return None
             try:
                 found = self._segments.read(first, entries, outs)
@@ -496,7 +499,7 @@ class Medium:
     def delete(self, entry: Entry) -> None:
         """Delete an entry, if it exists and is not leased. Raises OSError."""
         slot = self._slot_of(entry)
-        if slot is not None and self._owns(slot, self._checks_of(slot, [entry])):
+        if slot is not None and self._owns(slot, [check_of(slot, entry)]):
             try:
                 self._void(slot)
             finally:
@@ -566,32 +569,29 @@ class Medium:
     def _own_slots(self, victims: Sequence[Entry | None], owned: list[int]) -> None:
         """Lease slots to write, one for each victim, as far as there are slots; they are added to `owned`."""
         spare = self._spare_slots()
-        held = [
-            (slot, victim)
-            for victim in victims
-            if victim is not None and (slot := self._known_slot(victim)) is not None
-        ]
+        held = [(slot, victim) for victim in victims if victim and (slot := self._known_slot(victim)) is not None]
         slots = [slot for slot, _ in held]
-        expected = checks_of(slots, bodies_of([victim for _, victim in held])).tolist()
+        expected = checks_of(slots, [victim for _, victim in held])
         chosen = zip(slots, expected, strict=True) if held else islice(spare, len(victims))
         while checks := dict(sorted(chosen)):
             for run in runs(list(checks)):
-                self._own_run(run, np.array([checks[slot] for slot in run], np.uint64), owned)
+                self._own_run(run, [checks[slot] for slot in run], owned)
             chosen = islice(spare, len(victims) - len(owned))
 
-    def _own_run(self, run: range, checks: Words, owned: list[int]) -> None:
+    def _own_run(self, run: range, checks: list[int], owned: list[int]) -> None:
         if self._owns(run.start, checks):
             owned += run
-        elif len(run) > 1:
-            owned += [slot for at, slot in enumerate(run) if self._owns(slot, checks[at : at + 1])]
+            return
+        for at, slot in enumerate(run if len(run) > 1 else ()):
+            if self._owns(slot, checks[at : at + 1]):
+                owned.append(slot)
 
-    def _owns(self, first: int, checks: Words) -> bool:
+    def _owns(self, first: int, checks: list[int]) -> bool:
         """Lease slots for writing, if they still hold what they held when they were chosen."""
         if not self._locks.own(first, len(checks)):
             return False
         try:
-            # rule: slot-is-taken-as-it-was-seen
-            if np.array_equal(self._table.checks(first, len(checks)), checks):
+            if self._table.checks(first, len(checks)) == checks:  # rule: slot-is-taken-as-it-was-seen
                 return True
         except OSError:
             self._locks.release(first, len(checks))
@@ -615,16 +615,12 @@ class Medium:
                 slots = np.argsort(stamps, kind="stable")[:_OLDEST]  # neighbours that were written at once stay so
             self._spare.extend(zip(slots.tolist(), checks[slots].tolist(), strict=True))
 
-    @staticmethod
-    def _checks_of(first: int, entries: Sequence[Entry]) -> Words:
-        return checks_of(range(first, first + len(entries)), bodies_of(entries))
-
     def _publish(self, first: int, entries: Sequence[Entry]) -> None:
         with self._mutex:
             seen, slots = self._seen, slice(first, first + len(entries))
             seen.stamps[slots] = stamp = time.time_ns()
-            seen.bodies[slots] = bodies = bodies_of(entries)
-            seen.checks[slots] = self._table.publish(first, bodies, stamp)
+            seen.bodies[slots] = bodies_of(entries)
+            seen.checks[slots] = np.array(self._table.publish(first, entries, stamp), np.uint64)
             self._slot_of_serial.update((entry.serial, slot) for slot, entry in enumerate(entries, first))
 
     def _void(self, first: int, count: int = 1) -> None:
@@ -665,16 +661,21 @@ def _name(entry: Entry) -> str:
 
 
 def _open(config: OffloadConfig, context: TierContext) -> DiskTier | None:
-    if config.disk is None:
+    if not config.disks:
         return None
     return DiskTier.open(
-        config.disk,
+        config.disks[0],
         layout=context.layout,
         fingerprint=context.fingerprint,
         capacity_bytes=config.disk_bytes,
         batches=context.num_ranks == 1,  # other ranks repeat work of one block
+        name=context.name or NAME,
         tracer=context.tracer,
     )
 
 
-KIND = TierKind(NAME, _open, write_policy="reused")
+def _directories(config: OffloadConfig) -> Sequence[OffloadConfig]:
+    return [dataclasses.replace(config, disk=path) for path in config.disks]
+
+
+KIND = TierKind(NAME, _open, write_policy="reused", parts=_directories)

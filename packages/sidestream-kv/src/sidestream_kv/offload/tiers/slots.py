@@ -39,6 +39,7 @@ begin at a page, are read and written through the page cache. The system calls a
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import errno
 import fcntl
@@ -73,6 +74,8 @@ _BODY = np.dtype([("key", "<u8", 2), ("serial", "<u8")])
 _U64 = np.dtype("<u8")
 _WORDS = struct.Struct("<QQQ")  # key and serial
 _START, _FACTOR, _MASK = 0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, (1 << 64) - 1
+
+_MANY = 8  # checks that numpy computes as fast as Python
 
 _LOCK = struct.Struct("@hhqqi4x")  # struct flock
 _PRESENCE = 0  # byte that every user of the directory locks
@@ -121,8 +124,16 @@ class Records:
 
     def valid(self, slots: Slots) -> npt.NDArray[np.bool_]:
         """Whether the records of these slots are those of entries."""
-        found: npt.NDArray[np.bool_] = self.checks[slots] == checks_of(slots, self.bodies[slots])
+        found: npt.NDArray[np.bool_] = self.checks[slots] == _checks(slots.astype(_U64), self.bodies[slots])
         return found
+
+    def by_use(self, slots: Slots) -> Slots:
+        """These slots, which ascend, the least recently used first. Of those that were used at once, the last one is
+        first: it holds the last block of a sequence, which is useless without the others.
+        """
+        slots = slots[::-1]
+        ordered: Slots = slots[np.argsort(self.stamps[slots], kind="stable")]
+        return ordered
 
     def keys(self, slots: Slots) -> list[Key]:
         """The keys of these slots, whose records are valid."""
@@ -211,7 +222,7 @@ class SlotTable:
         moved = Records.void(num_slots)
         moved.stamps[targets] = records.stamps[sources]
         moved.bodies[targets] = records.bodies[sources]
-        moved.checks[targets] = checks_of(targets, moved.bodies[targets])
+        moved.checks[targets] = _checks(targets.astype(_U64), moved.bodies[targets])
         return SlotTable.create(
             directory, dataclasses.replace(self.geometry, num_slots=num_slots), records=moved, opens=self.opens
         )
@@ -225,12 +236,12 @@ class SlotTable:
     def opens(self, opens: int) -> None:
         write_at(self.fd, opens.to_bytes(8, "little"), _OPENS_AT)
 
-    def publish(self, first: int, bodies: npt.NDArray[np.void], stamp: int) -> Words:
+    def publish(self, first: int, entries: Sequence[Entry], stamp: int) -> list[int]:
         """Make the records of written slots, from `first` on, valid. Returns their checks. Raises OSError."""
-        write_at(self.fd, bodies.tobytes(), self._bodies_at + _BODY.itemsize * first)
-        self.stamp(first, stamp, len(bodies))
-        checks = checks_of(range(first, first + len(bodies)), bodies)
-        write_at(self.fd, checks.tobytes(), self._checks_at + 8 * first)
+        write_at(self.fd, b"".join(map(_body, entries)), self._bodies_at + _BODY.itemsize * first)
+        self.stamp(first, stamp, len(entries))
+        checks = checks_of(range(first, first + len(entries)), entries)
+        write_at(self.fd, struct.pack(f"<{len(checks)}Q", *checks), self._checks_at + 8 * first)
         return checks
 
     def void(self, first: int, count: int = 1) -> None:
@@ -243,12 +254,12 @@ class SlotTable:
 
     def check(self, slot: int) -> int:
         """The check of a slot; 0: void. Raises OSError."""
-        return int(self.checks(slot, 1)[0])
+        return self.checks(slot, 1)[0]
 
-    def checks(self, first: int, count: int) -> Words:
+    def checks(self, first: int, count: int) -> list[int]:
         """The checks of `count` slots; 0: void. Raises OSError."""
         found = os.pread(self.fd, 8 * count, self._checks_at + 8 * first)
-        return np.frombuffer(found.ljust(8 * count, b"\0"), _U64)
+        return list(struct.unpack(f"<{count}Q", found.ljust(8 * count, b"\0")))
 
     def scan(self) -> tuple[Words, Words]:
         """Checks and stamps of all slots. Raises OSError."""
@@ -274,7 +285,7 @@ class SlotTable:
 
 
 def check_of(slot: int, entry: Entry) -> int:
-    """The check of a record, as `checks_of` computes it. In Python, because one call of numpy takes as long."""
+    """The check of a record. In Python, because one call of numpy takes as long: see `_checks`."""
     mixed = (slot + _START) & _MASK
     for part in _WORDS.unpack(_body(entry)):
         mixed = ((mixed ^ part) * _FACTOR) & _MASK
@@ -287,13 +298,12 @@ def bodies_of(entries: Sequence[Entry]) -> npt.NDArray[np.void]:
     return np.frombuffer(b"".join(map(_body, entries)), _BODY)
 
 
-def checks_of(slots: Sequence[int] | Slots, bodies: npt.NDArray[np.void]) -> Words:
-    """The checks of records: never 0."""
-    mixed = np.asarray(slots).astype(_U64) + np.uint64(_START)
-    for part in (bodies["key"][:, 0], bodies["key"][:, 1], bodies["serial"]):
-        mixed = (mixed ^ part) * np.uint64(_FACTOR)
-        mixed ^= mixed >> np.uint64(32)
-    return mixed | np.uint64(1)
+def checks_of(slots: Sequence[int], entries: Sequence[Entry]) -> list[int]:
+    """The checks of records."""
+    if len(entries) < _MANY:
+        return list(map(check_of, slots, entries))
+    checks: list[int] = _checks(np.array(slots, _U64), bodies_of(entries)).tolist()
+    return checks
 
 
 class SlotLocks:
@@ -462,9 +472,7 @@ class Segments:
         return [buffer for slot in slots for buffer in slot][: -1 if gap else None]
 
     def _is_direct(self, blocks: Sequence[memoryview]) -> bool:
-        return self.direct and not any(
-            np.frombuffer(block, np.uint8).__array_interface__["data"][0] % PAGE for block in blocks
-        )
+        return self.direct and not any(block.readonly or address_of(block) % PAGE for block in blocks)
 
     def _place(self, slot: int, direct: bool, *, make: bool) -> tuple[int, int]:
         """The descriptor of the slot's file and the slot's offset in it. `make`: the file is made if it is missing."""
@@ -486,6 +494,11 @@ class Segments:
             finally:
                 os.close(fd)
         return open_regular(name, os.O_RDWR | (os.O_DIRECT if direct else 0), dir_fd=self._directory.fd)
+
+
+def address_of(block: memoryview) -> int:
+    """The address of writable memory. By ctypes, because numpy takes 3 us for it."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(block))
 
 
 def segment_name(segment: int) -> str:
@@ -552,6 +565,15 @@ def read_at(fd: int, out: memoryview, offset: int) -> None:
     """Fill `out`, with zeros beyond the end of the file. Raises OSError."""
     while out and (count := os.preadv(fd, [out], offset)):
         out, offset = out[count:], offset + count
+
+
+def _checks(slots: Words, bodies: npt.NDArray[np.void]) -> Words:
+    """The checks of records: never 0."""
+    mixed = slots + np.uint64(_START)
+    for part in (bodies["key"][:, 0], bodies["key"][:, 1], bodies["serial"]):
+        mixed = (mixed ^ part) * np.uint64(_FACTOR)
+        mixed ^= mixed >> np.uint64(32)
+    return mixed | np.uint64(1)
 
 
 def _body(entry: Entry) -> bytes:
