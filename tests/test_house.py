@@ -60,12 +60,12 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 # Lines of today, rounded up. A part that must grow first says what it makes unnecessary; a part that shrank gets a
 # lower bound.
 LINES = {
-    "sidestream_kv": 16_000,
-    "sidestream_order": 6_020,
-    "sidestream": 46_420,
-    "proof": 21_250,
-    "bench": 10_290,
-    "tests": 65_360,
+    "sidestream_kv": 16_400,
+    "sidestream_order": 6_040,
+    "sidestream": 46_430,
+    "proof": 21_360,
+    "bench": 10_320,
+    "tests": 65_880,
 }
 
 
