@@ -12,7 +12,7 @@ import functools
 import inspect
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -259,11 +259,17 @@ _OffloadHost = Annotated[
     ),
 ]
 _OffloadDisk = Annotated[
-    Path | None, _offload("--offload-disk", "Directory for offloaded KV; later processes reuse this KV.", "DIR", "off")
+    list[Path] | None,
+    _offload(
+        "--offload-disk",
+        "Directory for offloaded KV; later processes reuse this KV. Several times: one on each disk.",
+        "DIR",
+        "off",
+    ),
 ]
 _OffloadDiskCapacity = Annotated[
     str | None,
-    _offload("--offload-disk-capacity", "Maximum size of the directory.", "SIZE", str(_OFFLOAD.disk_capacity)),
+    _offload("--offload-disk-capacity", "Maximum size of each directory.", "SIZE", str(_OFFLOAD.disk_capacity)),
 ]
 _OffloadWritePolicy = Annotated[
     str | None,
@@ -391,16 +397,16 @@ def _speculative_config(
 
 def _offload_config(
     host: str | None,
-    disk: Path | None,
+    disks: Sequence[Path] | None,
     disk_capacity: str | None,
     tiers: str | None,
     load_deadline_s: float | None,
     write_policy: str | None,
 ) -> OffloadConfig | None:
     for name, value in (("disk-capacity", disk_capacity), ("write-policy", write_policy)):
-        if value is not None and disk is None:
+        if value is not None and not disks:
             raise ConfigError(f"--offload-{name} is {value}, but nothing is kept on disk: give --offload-disk DIR too")
-    if host is None and disk is None and tiers is None:
+    if host is None and not disks and tiers is None:
         if load_deadline_s is not None:
             raise ConfigError(
                 f"--load-deadline is {load_deadline_s:g}, but offload is off: "
@@ -410,7 +416,7 @@ def _offload_config(
     return OffloadConfig(
         tiers={} if tiers is None else _tiers(tiers),
         host=_OFFLOAD.host if host is None else host,
-        disk=disk,
+        disk=tuple(disks) if disks else None,
         disk_capacity=_OFFLOAD.disk_capacity if disk_capacity is None else disk_capacity,
         load_deadline_s=_OFFLOAD.load_deadline_s if load_deadline_s is None else load_deadline_s,
         write_policy=write_policy,

@@ -407,14 +407,12 @@ class CostModel:
         sliding window.
 
         `blocks` is the number of blocks to read from each tier, including reads that are queued already. Blocks of
-        slower tiers are first read into host memory, one transfer for each, so both times add up.
+        slower tiers are first read into host memory, one transfer for each and from all tiers at the same time, so both
+        times add up.
         """
         size = self._layout.block_bytes
-        promoted_s = sum(
-            self._estimate(tier).seconds(count * size, num_transfers=count)
-            for tier, count in blocks.items()
-            if tier != HOST
-        )
+        reads = ((self._estimate(tier), count) for tier, count in blocks.items() if tier != HOST)
+        promoted_s = max((each.seconds(count * size, num_transfers=count) for each, count in reads), default=0.0)
         return promoted_s + self.seconds_from_host(num_loaded, num_partial=num_partial)
 
     def seconds_from_host(self, num_blocks: int, *, num_partial: int = 0) -> float:

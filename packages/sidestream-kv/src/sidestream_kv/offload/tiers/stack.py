@@ -15,7 +15,6 @@ import random
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sidestream_kv.config import OffloadConfig, parse_bytes, unknown_name
@@ -44,7 +43,7 @@ def register(kind: TierKind) -> None:
 
     Raises ConfigError if a tier with that name is known already.
     """
-    if kind.name in names():
+    if kind.name in names() or kind_of(kind.name) != kind.name:
         raise ConfigError(f"a tier {kind.name} is known already: give the tier another name")
     _KINDS.append(kind)
 
@@ -54,6 +53,12 @@ def names(*, stores: bool = True) -> tuple[str, ...]:
     stores that engines share, which most engines do not use.
     """
     return (DEVICE, HOST, *(kind.name for kind in _KINDS if stores or not kind.ranks))
+
+
+def kind_of(name: str) -> str:
+    """The name of the kind of a tier: `disk` of `disk-2`. Of unknown tiers, the name of the tier."""
+    kind, _, number = name.rpartition("-")
+    return kind if number.isdecimal() and kind in names() else name
 
 
 def open_tiers(config: OffloadConfig, context: TierContext) -> dict[str, PersistentTier]:
@@ -68,9 +73,11 @@ def open_tiers(config: OffloadConfig, context: TierContext) -> dict[str, Persist
     with contextlib.ExitStack() as undo:
         opened: dict[str, PersistentTier] = {}
         for kind in _KINDS:
-            if (tier := kind.open(config, context)) is not None:
-                undo.callback(tier.close)
-                opened[kind.name] = tier
+            for number, part in enumerate(kind.parts(config), start=1):
+                name = kind.name if number == 1 else f"{kind.name}-{number}"
+                if (tier := kind.open(part, dataclasses.replace(context, name=name))) is not None:
+                    undo.callback(tier.close)
+                    opened[name] = tier
         undo.pop_all()
     return opened
 
@@ -87,7 +94,7 @@ def write_policies(config: OffloadConfig) -> dict[str, str]:
 
 
 def share_of_rank(config: OffloadConfig, rank: int, size: int) -> OffloadConfig:
-    """The tier options of one of `size` ranks: its share of the bytes, and its own disk directory under `config.disk`.
+    """The tier options of one of `size` ranks: its share of the bytes, and its own directory in each of `config.disk`.
 
     Raises ConfigError if the directory holds blocks of another number of ranks, or if `config` asks for a tier that
     does not keep the entries of ranks apart itself (`TierKind.ranks`).
@@ -100,20 +107,17 @@ def share_of_rank(config: OffloadConfig, rank: int, size: int) -> OffloadConfig:
             f"tier {whole} cannot be used with {size} ranks, because Sidestream cannot divide its options among ranks: "
             "remove the tier, or use one rank"
         )
-    disk = None
-    if config.disk is not None:
-        root = Path(config.disk).expanduser()
+    for root in config.disks:
         names = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
         if strange := next((name for name in names if not name.endswith(f"-of-{size}")), None):
             raise ConfigError(
                 f"disk directory {root} holds {strange}, which {size} ranks cannot use, because a directory is for one "
                 "number of ranks: give another directory, or empty this one"
             )
-        disk = root / f"rank-{rank}-of-{size}"
     return dataclasses.replace(
         config,
         host=config.host_bytes // size,
-        disk=disk,
+        disk=tuple(root / f"rank-{rank}-of-{size}" for root in config.disks) or None,
         disk_capacity=parse_bytes(config.disk_capacity, option="offload disk_capacity") // size,
     )
 
