@@ -95,6 +95,8 @@ class OffloadConfig:
                      tiers, or one for each tier by its name. None: each tier's default, which is `"reused"` for the
                      disk, else `"all"`
     tiers            options of further tiers, by the tier's name (docs/tiers.md)
+    shared_memory    socket of a cache process (`sidestream cache serve`) in whose memory the host tier is, which other
+                     engines of this machine share; None: memory of the engine's own
     """
 
     host: int | str = "1GiB"
@@ -103,6 +105,7 @@ class OffloadConfig:
     load_deadline_s: float = 10.0
     write_policy: str | Mapping[str, str] | None = None
     tiers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)  # a URL may hold a password
+    shared_memory: str | Path | None = None
 
     def __post_init__(self) -> None:
         parse_bytes(self.host, option="offload host")
@@ -116,6 +119,8 @@ class OffloadConfig:
         policies = self.write_policy.values() if isinstance(self.write_policy, Mapping) else [self.write_policy]
         if wrong := [policy for policy in policies if policy is not None and policy not in WRITE_POLICIES]:
             raise ConfigError(f"write_policy is {wrong[0]!r}: give {' or '.join(WRITE_POLICIES)}")
+        if self.shared_memory is not None and self.host_bytes == 0:
+            raise ConfigError("shared_memory is for the host tier: give offload host a size, such as 4GiB")
         if self.disk is not None and self.host_bytes == 0:
             raise ConfigError("offload to disk goes through host memory: give offload host a size, such as 256MiB")
         if self.tiers and self.host_bytes == 0:

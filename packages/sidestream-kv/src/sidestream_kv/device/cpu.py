@@ -92,7 +92,11 @@ class CpuDevice(HostSide):
                 f"{name} memory of {num_bytes / 2**30:.2f} GiB does not fit: "
                 f"this machine has {available / 2**30:.2f} GiB available; ask for less"
             )
-        pages = private_pages(name, num_bytes)
+        return self.adopt_host(name, private_pages(name, num_bytes))
+
+    def adopt_host(self, name: str, pages: mmap.mmap, *, item_bytes: int = 1) -> Memory:
+        """See `Device.adopt_host`. A background thread maps the pages."""
+        num_bytes = len(pages)
         with self._touching:
             self._untouched += num_bytes
         toucher = threading.Thread(

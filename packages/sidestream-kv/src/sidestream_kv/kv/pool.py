@@ -85,7 +85,7 @@ class FencedPool:
         self._tracer = tracer
         self._references = [0] * size
         self._fences: list[tuple[Fence, ...]] = [()] * size
-        self._free: deque[int] = deque(range(size))
+        self._free: deque[int] | FreeIds = deque(range(size))
         # Releases that wait for a fence `until`, in the order in which these fences will be done.
         self._postponed: deque[tuple[Fence, list[int], tuple[Fence, ...]]] = deque()
         self._cached = Lru()
@@ -166,6 +166,14 @@ class FencedPool:
         if self._tracer is not None:
             self._tracer.took(self.name, block_ids, pending)
         return Lease(self, block_ids, pending)
+
+    def take_some(self, count: int) -> Lease:
+        """Lease `count` blocks for writing, or as many as there are: see `take`."""
+        return self.take(min(count, self.num_available))
+
+    def lease(self, keys: Sequence[Key]) -> Lease:
+        """Lease the blocks of the longest run of leading `keys` that are all findable, for reading."""
+        return self.share(self.match(keys))
 
     def share(self, block_ids: Sequence[int]) -> Lease:
         """Lease used or cached blocks for reading. Raises InvariantError for a free block."""
@@ -489,6 +497,22 @@ class PrefixIndex:
         self._key_of.clear()
         self._partial.clear()
         return block_ids
+
+
+class FreeIds(OrderedDict[int, None]):
+    """Free blocks in order, for a pool whose blocks other processes take, too: any of them can be removed."""
+
+    def popleft(self) -> int:
+        """Remove and return the first id."""
+        return self.popitem(last=False)[0]
+
+    def append(self, block_id: int) -> None:
+        """Add an id at the end."""
+        self[block_id] = None
+
+    def extend(self, block_ids: Iterable[int]) -> None:
+        """Add ids at the end."""
+        self.update(dict.fromkeys(block_ids))
 
 
 class Lru:

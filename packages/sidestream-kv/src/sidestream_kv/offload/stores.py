@@ -126,16 +126,17 @@ class Stores:
         pairs = [(k, b) for k, b in wanted if k not in self._storing and self._host.pool.get(k) is None]
         pool = self._host.pool
         room = 0 if self._context.switches.abandoned else pool.num_free if self.growing else pool.num_available
-        if len(pairs) > room:
-            self._leave_out(job, [key for key, _ in pairs[room:]])
-            del pairs[room:]
+        slots = pool.take_some(min(len(pairs), room))
+        if len(pairs) > len(slots.ids):
+            self._leave_out(job, [key for key, _ in pairs[len(slots.ids) :]])
+            del pairs[len(slots.ids) :]
         last = stop == len(plan.keys)
         if not pairs:
+            slots.release()
             if last:
                 self._reorder(job)
             self._settle(job)  # rule: skipped-store-is-settled
             return
-        slots = pool.take(len(pairs))
         keys, block_ids = tuple(key for key, _ in pairs), [block for _, block in pairs]
         copy = self._copy_of(plan, block_ids, slots)
         ticket = StoreTicket(job, keys, last, slots, copy, self._device.now())
@@ -294,8 +295,11 @@ class TierWrites:
         """A request reuses these blocks: write those in host memory to each tier that lacks them."""
         for io in self._selective:
             for key in keys:
-                if not io.holds(key) and (slot := self._pool.get(key)) is not None:
-                    io.write(key, slot, prefix, generation)
+                if not io.holds(key):
+                    lease = self._pool.lease((key,))
+                    for slot in lease.ids:
+                        io.write(key, slot, prefix, generation)
+                    lease.release()
 
     def loads(self, plan: LoadPlan, generation: int) -> None:
         """A load reuses its blocks, unless a preempted request loads its own."""

@@ -208,9 +208,13 @@ class TierIO:
 
     # ------------------------------------------------------------------ reads
 
-    def read(self, key: Key, generation: int) -> ReadTicket:
-        """Begin to read the entry of `key` into a host slot. A slot must be available, and the tier must hold `key`."""
-        tier, slot, pin = self._tier, self._host.pool.take(1), self._tier.index.pin([key])
+    def read(self, key: Key, generation: int) -> ReadTicket | None:
+        """Begin to read the entry of `key`, which the tier must hold, into a host slot. None if no slot is left."""
+        slot = self._host.pool.take_some(1)
+        if not slot.ids:
+            slot.release()
+            return None
+        tier, pin = self._tier, self._tier.index.pin([key])
         stream = self._read_streams[len(self.reads) % len(self._read_streams)]
         for fence in slot.after:  # rule: disk-read-waits-on-its-stream
             stream.wait(fence)
@@ -324,8 +328,10 @@ class Promotions:
 
     def _keep(self, plan: PromotePlan) -> Lease:
         """Lease the host slots that hold blocks of the plan already."""
-        # rule: kept-slots-are-held
-        return self._host.pool.share([slot for key in plan.keys if (slot := self._host.pool.get(key)) is not None])
+        kept = self._host.pool.lease(())
+        for key in plan.keys:
+            kept.extend(self._host.pool.lease((key,)))  # rule: kept-slots-are-held
+        return kept
 
     def _promote(self, plan: PromotePlan, kept: Lease, generation: int) -> None:
         """Begin to read the plan's blocks that are not in host memory. If a block is being read for another request,
@@ -338,11 +344,11 @@ class Promotions:
                 continue
             read = next((io.reads[key] for io in self._io.values() if key in io.reads), None)
             if read is None:
-                source = self._tiers.find(key)
-                if source is None or not self._host.pool.num_available or self._context.switches.abandoned:
+                source = None if self._context.switches.abandoned else self._tiers.find(key)
+                read = None if source is None else self._io[source].read(key, generation)
+                if read is None:
                     complete = False
                     break
-                read = self._io[source].read(key, generation)
             reads[key] = read
         deadline_s = self._clock() + self._patience_s(len(plan.keys))
         self._waiters.append(Waiter(plan.request_id, plan.epoch, reads, kept, complete, deadline_s))
@@ -367,8 +373,8 @@ class Promotions:
         the request still waits for other blocks.
         """
         for waiter in self._waiters:
-            if waiter.reads.get(ticket.key) is ticket and (slot := self._host.pool.get(ticket.key)) is not None:
-                waiter.kept.extend(self._host.pool.share([slot]))  # rule: promoted-block-is-held-for-its-request
+            if waiter.reads.get(ticket.key) is ticket:
+                waiter.kept.extend(self._host.pool.lease((ticket.key,)))  # rule: promoted-block-is-held-for-its-request
 
     def finish_waits(self) -> None:
         """End each wait whose reads have ended or whose deadline has passed: report it, and release its slots."""

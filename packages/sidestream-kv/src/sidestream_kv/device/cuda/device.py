@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from mmap import mmap
 
 import torch
 
@@ -178,7 +179,21 @@ class CudaDevice(HostSide):
                 f"{name} memory of {num_bytes / 2**30:.2f} GiB does not fit: "
                 f"this machine has {available / 2**30:.2f} GiB available; ask for less"
             )
-        slab = Slab(name, num_bytes, item_bytes=item_bytes, pins=self.driver, prepare=self.driver.prepare_thread)
+        return self._keep(name, num_bytes, item_bytes)
+
+    def adopt_host(self, name: str, pages: mmap, *, item_bytes: int = 1) -> Memory:
+        """See `Device.adopt_host`: the pages are pinned here, as those of `allocate_host` are, and copied directly."""
+        return self._keep(name, len(pages), item_bytes, pages)
+
+    def _keep(self, name: str, num_bytes: int, item_bytes: int, pages: mmap | None = None) -> Memory:
+        slab = Slab(
+            name,
+            num_bytes,
+            item_bytes=item_bytes,
+            pins=self.driver,
+            prepare=self.driver.prepare_thread,
+            shared=pages,
+        )
         self._slabs[slab.memory] = slab
         if self.tracer is not None:
             self.tracer.allocated(name, num_bytes)
