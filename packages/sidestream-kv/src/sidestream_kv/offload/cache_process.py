@@ -167,6 +167,8 @@ class CacheProcess:
             data = connection.recv(MOST_MESSAGE_BYTES)
             if data:
                 self._answer(connection, parsed(data))
+            else:
+                connection.close()
         except (OSError, _Refused) as error:
             if isinstance(error, _Refused):
                 _log.warning("cache process: refused an engine: %s", error)
@@ -195,9 +197,7 @@ class CacheProcess:
             case _:
                 raise _Refused("it does not understand the greeting: use the same version of Sidestream")
 
-    def _admit(
-        self, connection: socket.socket, description: dict[str, Any], block_bytes: int, num_bytes: int
-    ) -> None:
+    def _admit(self, connection: socket.socket, description: dict[str, Any], block_bytes: int, num_bytes: int) -> None:
         pid = peer_of(connection)[0]
         try:
             ended = os.pidfd_open(pid)

@@ -93,7 +93,7 @@ class SharedMemory:
             return cls(path, connection, fd, num_slots, client, layout.block_bytes)
         except (KeyError, ValueError, TypeError):
             _close(connection, fds)
-            raise ConfigError(f"what answers at {path} is no cache process of Sidestream: {_START}") from None
+            raise ConfigError(_stranger(path)) from None
         except OSError as error:
             _close(connection, fds)
             raise ConfigError(f"the memory of the cache process at {path} cannot be mapped: {error.strerror}") from None
@@ -211,16 +211,20 @@ def _ask(path: Path, what: str, wanted: dict[str, Any]) -> tuple[socket.socket, 
         connection.send(message({"sidestream": what, "version": VERSION, **wanted}), socket.MSG_NOSIGNAL)
         data, fds, _, _ = socket.recv_fds(connection, MOST_MESSAGE_BYTES, 1)
         answer = parsed(data)
-        if answer.get("version") != VERSION:  # rule: other-version-is-refused
+        if "version" not in answer:
+            raise ConfigError(_stranger(path))
+        if answer["version"] != VERSION:  # rule: other-version-is-refused
             raise ConfigError(
-                f"the cache process at {path} speaks version {answer.get('version')!r}, but this version of Sidestream "
+                f"the cache process at {path} speaks version {answer['version']!r}, but this version of Sidestream "
                 f"speaks {VERSION}: start it again with the same version of Sidestream"
             )
         if "refused" in answer:
             raise ConfigError(f"the cache process at {path} refuses: {answer['refused']}")
     except TimeoutError:
         _close(connection, fds)
-        raise ConfigError(f"the cache process at {path} does not answer within {_ANSWER_S:g} s: start it again") from None
+        raise ConfigError(
+            f"the cache process at {path} does not answer within {_ANSWER_S:g} s: start it again"
+        ) from None
     except OSError as error:
         _close(connection, fds)
         raise ConfigError(f"no cache process listens at {path} ({error.strerror or error}): {_START}") from None
@@ -228,6 +232,10 @@ def _ask(path: Path, what: str, wanted: dict[str, Any]) -> tuple[socket.socket, 
         _close(connection, fds)
         raise
     return connection, answer, fds
+
+
+def _stranger(path: Path) -> str:
+    return f"what answers at {path} is no cache process of Sidestream: {_START}"
 
 
 def _close(connection: socket.socket, fds: Sequence[int]) -> None:

@@ -44,6 +44,7 @@ class SharedPool(FencedPool):
         self._leases = memory.leases
         self._seen = Records.void(memory.num_slots)  # what this process knows of the records
         self._next_serial = memory.client << _SERIAL_BITS
+        self._twins: set[int] = set()  # slots of blocks that another slot holds, too
         self._served = True
         self.on_rewrite: Callable[[Iterable[int]], None] = lambda slots: None
         """Called with slots whose records other processes have changed."""
@@ -81,7 +82,10 @@ class SharedPool(FencedPool):
     def _follow(self, changed: Slots, checks: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:
         """Take in the records of slots that are not in use here."""
         slots, seen = changed.tolist(), self._seen
-        super().forget([slot for slot in slots if self._index.holds_key(slot)])
+        if gone := [slot for slot in slots if self._index.holds_key(slot)]:
+            super().forget(gone)
+            changed = np.union1d(changed, np.array([*self._twins], np.intp))  # rule: twin-of-a-lost-block-is-found
+            self._twins.clear()
         self.on_rewrite(slots)
         seen.checks[changed], seen.bodies[changed] = checks[changed], self._records.bodies[changed]
         valid = seen.valid(changed)
@@ -90,7 +94,8 @@ class SharedPool(FencedPool):
         changed = changed[np.argsort(seen.stamps[changed])]
         for slot, key in zip(changed.tolist(), seen.keys(changed), strict=True):
             if not self._index.add(key, slot):
-                continue  # another slot has the key, too: this one stays free
+                self._twins.add(slot)  # and stays free
+                continue
             del self._free[slot]
             self._cached.touch(slot)
             self._found(slot, key)
@@ -142,6 +147,7 @@ class SharedPool(FencedPool):
             ids[:] = [slot for slot in ids if slot not in left]
             super()._release(refused, ())
             self._look_again(refused)
+        self._twins.difference_update(ids)
         self._seen.checks[ids] = self._records.checks[ids] = 0  # rule: shared-record-is-void-while-its-slot-is-written
         return lease
 
@@ -242,4 +248,3 @@ class SharedPool(FencedPool):
         slots = [slot for slot in findable if slot not in changed]
         self._records.checks[slots] = self._seen.checks[slots] = 0  # rule: drop-voids-shared-records
         super().forget(block_ids)
-
