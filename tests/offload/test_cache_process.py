@@ -62,7 +62,7 @@ def greeting(path: Path, **fields: object) -> tuple[socket.socket, dict[str, obj
 
 
 def test_a_killed_engine_leaves_its_blocks_and_no_lease(path: Path) -> None:
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     with subprocess.Popen(
         [sys.executable, "-c", ENGINE, str(path)], stdout=subprocess.PIPE, text=True, env=environment
@@ -96,7 +96,7 @@ def test_leases_outlive_a_connection_that_ends_without_a_goodbye(path: Path) -> 
 
 
 def test_an_engine_that_closes_leaves_no_lease_and_no_descriptor(path: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = _num_descriptors()
     for _ in range(3):
         engine = Engine(path)
         engine.write(1)
@@ -108,7 +108,11 @@ def test_an_engine_that_closes_leaves_no_lease_and_no_descriptor(path: Path) -> 
     engine.close()
     wait_until(lambda: not engines_of(path))
     del engine
-    assert len(os.listdir("/proc/self/fd")) <= before + 1  # that of the memory
+    assert _num_descriptors() <= before + 1  # that of the memory
+
+
+def _num_descriptors() -> int:
+    return len([*Path("/proc/self/fd").iterdir()])
 
 
 # ------------------------------------------------------------------ memories
@@ -157,7 +161,7 @@ def test_an_engine_gets_the_memory_that_another_has_made(path: Path, caplog: pyt
 
 
 def test_an_engine_says_that_no_cache_process_is_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no cache process listens at .*: start one: sidestream cache serve --socket"):
+    with pytest.raises(ConfigError, match=r"no cache process listens at .*: start one: sidestream cache serve"):
         Engine(tmp_path / "none")
 
 

@@ -38,6 +38,8 @@ from sidestream.tokenizer import Tokenizer
 from sidestream_kv.device.choice import torch_device
 from sidestream_kv.device.machine import process_age_s
 from sidestream_kv.metrics import Timeline
+from sidestream_kv.offload.tiers.shared_memory import content_of
+from sidestream_kv.offload.tiers.stack import share_of_rank
 
 if TYPE_CHECKING:
     from sidestream_order.checker import Checker
@@ -96,6 +98,9 @@ class LoadedEngine:
         config.sizes(device.type)
         check_ranks(config)
         check_endpoints(config.kv_events)
+        if config.offload is not None and config.offload.shared_memory is not None:
+            share_of_rank(config.offload, 0, config.tensor_parallel)  # refuses several ranks
+            content_of(config.offload.shared_memory)  # raises an error if no cache process is there
         self.path = resolve(str(model), progress=progress)
         block_tokens = default_block_tokens_of(self.path, device=device)  # reads the config before all other files
         if config.block_tokens is None:  # checked together with the other sizes, before weights are read
