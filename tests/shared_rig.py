@@ -93,6 +93,7 @@ class Engine:
 
     def close(self) -> None:
         self.pool.check()
+        assert self.pool.num_used == 0
         self.pool.close()
 
 

@@ -13,7 +13,7 @@ from proof.mutations.operators import (
     SetArgument,
     Value,
 )
-from proof.mutations.reasons import GIVES_UP, PLACE
+from proof.mutations.reasons import GIVES_UP
 from proof.mutations.tables import Change, Equivalent, Exempt, Mutation
 
 _BALANCE = "it decides only whether a tier is read; tests/offload/test_costs.py covers it"
@@ -232,7 +232,7 @@ EQUIVALENT = (
         Mutation(
             name="kept-slots-are-held",
             hazard="H26",
-            change=SetArgument("share", 0, "[]"),
+            change=SetArgument("lease", 0, "()"),
             consequence="the part of a run in the host tier is evicted while the rest is read from disk",
             needs=frozenset({"disk"}),
         ),
@@ -298,7 +298,6 @@ EXEMPT = (
         "TierIO.write", ("reserve",), "without it there is no entry to write; rules above cover how long it is held"
     ),
     Exempt("TierIO._finish_writes", ("ended",), "see failed-disk-write-leaves-no-entry"),
-    Exempt("TierIO.read", ("take",), PLACE),
     Exempt("TierIO.read", ("pin",), "without it there is no entry to read; rules above cover how long it is held"),
     Exempt("TierIO.finish_reads", ("taken_in",), "disk-read-counts-after-its-fence decides when it is called"),
     Exempt("TierIO.finish_reads", ("publish",), "disk-read-counts-after-its-fence decides when it is called"),

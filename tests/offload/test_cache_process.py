@@ -97,17 +97,17 @@ def test_leases_outlive_a_connection_that_ends_without_a_goodbye(path: Path) -> 
 
 def test_an_engine_that_closes_leaves_no_lease_and_no_descriptor(path: Path) -> None:
     before = _num_descriptors()
-    for _ in range(3):
-        engine = Engine(path)
+    closed = [Engine(path) for _ in range(3)]
+    for engine in closed:
         engine.write(1)
         engine.pool.close()
         engine.pool.close()
-        wait_until(lambda: not engines_of(path))
-    engine = Engine(path)
-    engine.store(1, 2, 3, 4)
-    engine.close()
     wait_until(lambda: not engines_of(path))
-    del engine
+    last = Engine(path)
+    last.store(1, 2, 3, 4)
+    last.close()
+    wait_until(lambda: not engines_of(path))
+    del closed, engine, last
     assert _num_descriptors() <= before + 1  # that of the memory
 
 
@@ -155,6 +155,14 @@ def test_an_engine_gets_the_memory_that_another_has_made(path: Path, caplog: pyt
     stack.close()
     device.close()
     first.close()
+
+
+def test_an_engine_that_does_not_start_leaves_its_memory(path: Path) -> None:
+    config, device = OffloadConfig(host=MEMORY_BYTES, shared_memory=path, tiers={"none": {}}), CpuDevice()
+    with pytest.raises(ConfigError, match="no tier none"):
+        TierStack.open(config, device, TierContext(LAYOUT, "rig"))
+    wait_until(lambda: not engines_of(path))
+    device.close()
 
 
 # ------------------------------------------------------------------ refusals

@@ -80,11 +80,12 @@ def test_a_slot_that_another_engine_reads_is_not_evicted(new: New) -> None:
     reading = one.pool.lease(keys(2))
     taken = other.pool.take_some(NUM_SLOTS)
     assert set(taken.ids) == {*slots} - {*reading.ids}
-    with pytest.raises(PoolExhausted, match="1 asked for, 0 of 4 available"):
-        other.pool.take(1)
-    reading.release()
     taken.release()
-    assert other.found(2) == [2]
+    with pytest.raises(PoolExhausted, match="4 asked for, 3 of 4 available"):
+        other.pool.take(NUM_SLOTS)
+    assert other.found(2) == [2]  # both read it
+    reading.release()
+    assert len(other.store(5, 6, 7, 8)) == NUM_SLOTS
 
 
 def test_a_read_of_two_transfers_ends_with_the_second(new: New) -> None:
@@ -120,6 +121,7 @@ def test_a_run_of_keys_ends_at_a_block_that_is_gone(new: New) -> None:
     one.pool.forget([one.pool.get(key(3)) or 0])
     lease = other.pool.lease(keys(1, 2, 3, 4))
     assert len(lease.ids) == 2
+    assert len(other.pool.match(keys(1, 2, 3, 4))) == 2
     lease.release()
     other.store(5)  # no lease was left behind
 

@@ -13,8 +13,8 @@ import torch
 from sidestream_kv.device.base import CopyBatch, GraphEvent, Memory, WakeUp
 from sidestream_kv.device.channel import Bell
 from sidestream_kv.device.host import HostFence, HostSide, HostStream, TurnTaker
-from sidestream_kv.device.machine import available_bytes, private_pages
-from sidestream_kv.errors import ConfigError, InvariantError
+from sidestream_kv.device.machine import check_fits, private_pages
+from sidestream_kv.errors import InvariantError
 from sidestream_kv.metrics import Metrics, Timeline
 from sidestream_kv.types import Fence, Tracer
 
@@ -84,14 +84,7 @@ class CpuDevice(HostSide):
 
     def allocate(self, name: str, num_bytes: int) -> Memory:
         """Zeroed, page-aligned memory. Returns at once: a background thread maps the pages."""
-        available = available_bytes()
-        if available is not None:
-            available -= self._untouched  # bytes of earlier allocations whose pages may not be mapped yet
-        if available is not None and num_bytes > available:
-            raise ConfigError(
-                f"{name} memory of {num_bytes / 2**30:.2f} GiB does not fit: "
-                f"this machine has {available / 2**30:.2f} GiB available; ask for less"
-            )
+        check_fits(name, num_bytes, promised=self._untouched)
         return self.adopt_host(name, private_pages(name, num_bytes))
 
     def adopt_host(self, name: str, pages: mmap.mmap, *, item_bytes: int = 1) -> Memory:

@@ -326,7 +326,7 @@ class FencedPool:
 
     def _evict(self, count: int) -> list[int]:
         if (pins := self.pins) is not None and pins.held:
-            block_ids = self._oldest_unpinned(count, pins)
+            block_ids = _oldest_unpinned(self._cached, self._index, count, pins)
         else:
             block_ids = self._cached.pop_oldest(count)
         keys = self._index.remove_all(block_ids)  # rule: evicted-block-loses-its-key
@@ -335,25 +335,6 @@ class FencedPool:
         if self.key_log is not None:
             self.key_log.removed(keys)
         return block_ids
-
-    def _oldest_unpinned(self, count: int, pins: Pins) -> list[int]:
-        """Remove and return `count` cached blocks, least recently used first, but those that no pin holds before
-        others. Pinned blocks that it passes count as just used, in their order.
-        """
-        pins.end_late()
-        found: list[int] = []
-        while True:
-            for _ in range(len(self._cached)):
-                if len(found) == count:
-                    return found
-                (block_id,) = self._cached.pop_oldest(1)
-                if self._index.key_of(block_id) in pins.held:
-                    self._cached.touch(block_id)
-                else:
-                    found.append(block_id)
-            if len(found) == count:
-                return found
-            pins.end_first()
 
     def _release(self, block_ids: Sequence[int], after: tuple[Fence, ...]) -> None:
         references, fences = self._references, self._fences
@@ -396,6 +377,26 @@ def merge_fences(fences: Iterable[Fence]) -> tuple[Fence, ...]:
         if not fence.poll() and (fence.stream not in last or last[fence.stream].tick < fence.tick):
             last[fence.stream] = fence  # rule: merged-fences-are-of-all-streams
     return tuple(last.values())
+
+
+def _oldest_unpinned(cached: Lru, index: PrefixIndex, count: int, pins: Pins) -> list[int]:
+    """Remove and return `count` cached blocks, least recently used first, but those that no pin holds before
+    others. Pinned blocks that it passes count as just used, in their order.
+    """
+    pins.end_late()
+    found: list[int] = []
+    while True:
+        for _ in range(len(cached)):
+            if len(found) == count:
+                return found
+            (block_id,) = cached.pop_oldest(1)
+            if index.key_of(block_id) in pins.held:
+                cached.touch(block_id)
+            else:
+                found.append(block_id)
+        if len(found) == count:
+            return found
+        pins.end_first()
 
 
 class PrefixIndex:

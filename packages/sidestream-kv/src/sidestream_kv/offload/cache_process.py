@@ -232,7 +232,7 @@ class CacheProcess:
         except OSError:
             data = b""
         if data == GOODBYE:
-            self._drop(engine)
+            self._drop(engine)  # rule: goodbye-gives-the-descriptor-back
         elif not data:
             self._selector.unregister(engine.connection)  # rule: leases-outlive-the-connection
 

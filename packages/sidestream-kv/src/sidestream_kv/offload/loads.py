@@ -148,7 +148,7 @@ class Loads:
         """
         slots = self._host.pool.lease(plan.keys)  # rule: load-holds-its-slots
         if len(slots.ids) < len(plan.keys) or self._context.switches.abandoned:  # rule: missing-source-fails-the-load
-            slots.release()
+            slots.release()  # rule: missed-load-releases-its-slots
             self._miss(job_id, "load_failed" if self._context.switches.abandoned else "gone")
             return
         if plan.num_whole and self._covered(slots.ids) != plan.covers:  # rule: state-covers-the-planned-tokens

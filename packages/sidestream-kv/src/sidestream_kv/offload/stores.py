@@ -132,7 +132,6 @@ class Stores:
             del pairs[len(slots.ids) :]
         last = stop == len(plan.keys)
         if not pairs:
-            slots.release()
             if last:
                 self._reorder(job)
             self._settle(job)  # rule: skipped-store-is-settled
@@ -299,7 +298,7 @@ class TierWrites:
                     lease = self._pool.lease((key,))
                     for slot in lease.ids:
                         io.write(key, slot, prefix, generation)
-                    lease.release()
+                    lease.release()  # rule: slot-of-a-reused-block-is-released
 
     def loads(self, plan: LoadPlan, generation: int) -> None:
         """A load reuses its blocks, unless a preempted request loads its own."""

@@ -212,7 +212,6 @@ class TierIO:
         """Begin to read the entry of `key`, which the tier must hold, into a host slot. None if no slot is left."""
         slot = self._host.pool.take_some(1)
         if not slot.ids:
-            slot.release()
             return None
         tier, pin = self._tier, self._tier.index.pin([key])
         stream = self._read_streams[len(self.reads) % len(self._read_streams)]

@@ -139,7 +139,7 @@ class OffloadWorker:
         for io in self._io.values():
             io.finish_writes()
             io.refresh.poll()
-        self._refresh.poll()
+        self._refresh.poll()  # rule: blocks-of-other-engines-are-found
         self._promotions.finish_reads()
         self._finds.finish()
         self._take_commands()  # rule: last-submitted-transfers-are-dropped-at-close

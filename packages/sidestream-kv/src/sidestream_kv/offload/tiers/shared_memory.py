@@ -112,7 +112,7 @@ class SharedMemory:
         if self._closed:
             return
         self._closed = True
-        self.leases.end_all()
+        self.leases.end_all()  # rule: leases-end-before-the-goodbye
         with contextlib.suppress(OSError):  # the cache process has ended before
             self._connection.send(GOODBYE, socket.MSG_NOSIGNAL)
         _close(self._connection, [self._fd])

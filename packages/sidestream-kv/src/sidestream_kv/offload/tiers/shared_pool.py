@@ -62,7 +62,7 @@ class SharedPool(FencedPool):
     # ------------------------------------------------------------------ other processes
 
     def refresh(self) -> None:
-        """Take in what other processes have done. Slots in use here cannot have been rewritten."""
+        """Take in what other processes have done. They may have voided slots that are in use here, but not more."""
         if self._served and not self._memory.is_served():
             self._served = False
             _log.warning(
@@ -75,15 +75,14 @@ class SharedPool(FencedPool):
         self._follow_uses(used[np.argsort(stamps[used])], stamps)
         seen.stamps[:size] = stamps
         changed = np.flatnonzero(checks != seen.checks[:size])
-        changed = changed[[not self._references[slot] for slot in changed.tolist()]]
         if len(changed):
             self._follow(changed, checks)
 
     def _follow(self, changed: Slots, checks: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:
-        """Take in the records of slots that are not in use here."""
+        """Take in the records of these slots."""
         slots, seen = changed.tolist(), self._seen
         if gone := [slot for slot in slots if self._index.holds_key(slot)]:
-            super().forget(gone)
+            super().forget(gone)  # rule: block-that-others-evicted-is-forgotten
             changed = np.union1d(changed, np.array([*self._twins], np.intp))  # rule: twin-of-a-lost-block-is-found
             self._twins.clear()
         self.on_rewrite(slots)
@@ -93,7 +92,7 @@ class SharedPool(FencedPool):
         changed = changed[valid]
         changed = changed[np.argsort(seen.stamps[changed])]
         for slot, key in zip(changed.tolist(), seen.keys(changed), strict=True):
-            if not self._index.add(key, slot):
+            if not self._index.add(key, slot):  # rule: records-of-others-enter-the-index
                 self._twins.add(slot)  # and stays free
                 continue
             del self._free[slot]
@@ -129,7 +128,7 @@ class SharedPool(FencedPool):
         lease = self.take_some(count)
         if len(lease.ids) < count:
             found = len(lease.ids)
-            lease.release()
+            lease.release()  # rule: refused-take-takes-nothing
             raise PoolExhausted(f"{self.name}: {count} asked for, {found} of {self.size} available")
         return lease
 
@@ -145,8 +144,8 @@ class SharedPool(FencedPool):
         if refused:
             left = {*refused}
             ids[:] = [slot for slot in ids if slot not in left]
-            super()._release(refused, ())
-            self._look_again(refused)
+            super()._release(refused, ())  # rule: refused-slot-is-not-kept
+            self._look_again(refused)  # rule: refused-slot-is-found-again
         self._twins.difference_update(ids)
         self._seen.checks[ids] = self._records.checks[ids] = 0  # rule: shared-record-is-void-while-its-slot-is-written
         return lease
@@ -175,7 +174,7 @@ class SharedPool(FencedPool):
             stop = next(index for index, slot in enumerate(found) if slot in lost)
             kept, found = found[:stop], found[:stop]
             self._leases.end([slot for slot in held if slot not in {*kept}])
-            super().forget([*lost])
+            super().forget([*lost])  # rule: block-that-cannot-be-leased-is-forgotten
             self._look_again([*lost])
         return super().share(found)
 

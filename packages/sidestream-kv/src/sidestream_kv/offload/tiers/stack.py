@@ -248,10 +248,10 @@ class TierStack:
             if config.shared_memory is None:
                 memory = device.allocate_host(HOST, num_bytes, item_bytes=block_bytes)
             else:
-                shared = SharedMemory.open(
+                shared = SharedMemory.open(  # rule: shared-memory-is-of-one-model
                     config.shared_memory, layout=layout, fingerprint=context.fingerprint, num_bytes=num_bytes
                 )
-                undo.callback(shared.close)
+                undo.callback(shared.close)  # rule: failed-start-leaves-the-shared-memory
                 memory = device.adopt_host(HOST, shared.pages, item_bytes=block_bytes)
             ready_bytes = device.ready_bytes(memory)
             host = HostTier(memory, layout, ready_bytes=ready_bytes, tracer=context.tracer, shared=shared)
@@ -292,7 +292,7 @@ class TierStack:
         """Close every persistent tier, and leave a shared memory. Call it after the last transfer. Idempotent."""
         with contextlib.ExitStack() as ends:
             if isinstance(self.host.pool, SharedPool):
-                ends.callback(self.host.pool.close)
+                ends.callback(self.host.pool.close)  # rule: closed-engine-leaves-the-shared-memory
             for tier in self.persistent.values():
                 ends.callback(tier.close)
 

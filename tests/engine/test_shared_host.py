@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from engine_rig import Reply, prompts, serving
-from shared_rig import running, wait_until
+from shared_rig import engines_of, running, wait_until
 
 PROMPT = prompts(21, 1, longest=1)[0] + list(range(1, 30))  # 30 tokens: 7 blocks that a cache may supply
 REUSABLE = 28
@@ -31,6 +31,7 @@ def test_the_first_request_of_a_restarted_engine_finds_its_blocks(memory: Path) 
         again = rig.ask(PROMPT)
         assert host_tokens(again) == REUSABLE
         assert again.token_ids() == reply.token_ids()
+    wait_until(lambda: not engines_of(memory))
 
 
 def test_running_engines_find_each_others_blocks(memory: Path) -> None:
