@@ -60,12 +60,12 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 # Lines of today, rounded up. A part that must grow first says what it makes unnecessary; a part that shrank gets a
 # lower bound.
 LINES = {
-    "sidestream_kv": 15_960,
+    "sidestream_kv": 16_930,
     "sidestream_order": 6_020,
-    "sidestream": 45_230,
-    "proof": 20_910,
-    "bench": 10_100,
-    "tests": 64_300,
+    "sidestream": 45_310,
+    "proof": 21_190,
+    "bench": 10_200,
+    "tests": 65_190,
 }
 
 

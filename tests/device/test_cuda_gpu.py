@@ -292,7 +292,7 @@ def test_two_mappings_of_one_memory_are_pinned_and_copied_directly(device: CudaD
 
     for _ in range(3):
         rates = [copied(kv, one), copied(other, back), copied(kv, own), copied(own, back)]
-        print("GB/s: shared out %.1f, in %.1f; own out %.1f, in %.1f" % tuple(rates))
+        print("GB/s: shared out {:.1f}, in {:.1f}; own out {:.1f}, in {:.1f}".format(*rates))
     assert torch.equal(back.data[: len(starts) * BLOCK], kv.data[: len(starts) * BLOCK])
 
 

@@ -135,11 +135,12 @@ class SharedPool(FencedPool):
     def take_some(self, count: int) -> Lease:
         """See `FencedPool.take_some`."""
         lease = super().take(min(count, self.num_available))
-        ids, missing, refused = lease.ids, lease.ids, list[int]()
-        while missing := self._own(missing):
+        ids, refused = lease.ids, list[int]()
+        missing = self._own(ids)
+        while missing:
             refused += missing
             more = super().take(min(len(missing), self.num_available))
-            missing = list(more.ids)
+            missing = self._own(more.ids)
             lease.extend(more)
         if refused:
             left = {*refused}
