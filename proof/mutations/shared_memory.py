@@ -131,6 +131,12 @@ EQUIVALENT = (
         "a block that another engine reads while it should be evicted is lost to this one",
         _POOL + "a_slot_that_another_engine_reads_is_not_evicted",
     ),
+    _noticed(
+        "checksum-ends-with-its-block",
+        "H9",
+        "the self-check refuses a block that another engine has written in place of a checked one",
+        _POOL + "a_block_that_another_engine_wrote_has_no_checksum_of_an_earlier_one",
+    ),
     # ------------------------------------------------------------------ engines
     _noticed(
         "blocks-of-other-engines-are-found",

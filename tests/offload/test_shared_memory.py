@@ -9,10 +9,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from shared_rig import NUM_SLOTS, Engine, key, keys, running
+import torch
+from shared_rig import LAYOUT, NUM_SLOTS, Engine, key, keys, running
 
+from sidestream_kv.device.base import Memory
+from sidestream_kv.device.cpu import CpuDevice
 from sidestream_kv.errors import InvariantError
 from sidestream_kv.kv.pool import PoolExhausted
+from sidestream_kv.metrics import Metrics
+from sidestream_kv.offload.tiers.stack import Checksums, HostTier
 
 New = Callable[..., Engine]
 
@@ -189,6 +194,24 @@ def test_other_engines_changes_are_reported_by_slot(new: New) -> None:
     other.store(3)
     other.pool.refresh()
     assert rewritten == slots
+
+
+def test_a_block_that_another_engine_wrote_has_no_checksum_of_an_earlier_one(new: New) -> None:
+    one, other = new(slots=1), new(slots=1)
+    memory = Memory("host", (torch.frombuffer(one.memory.pages, dtype=torch.uint8),))
+    host, device = HostTier(memory, LAYOUT, shared=one.memory), CpuDevice(compute_threads=1)
+    checksums = Checksums(host, share=1.0, device=device, metrics=Metrics())
+    lease = host.pool.take_some(1)
+    checksums.compute(lease.ids)
+    host.pool.publish(lease.ids[0], key(1))
+    lease.release()
+    other.pool.refresh()
+    other.store(2)
+    host.pool.refresh()
+    lease = host.pool.lease(keys(2))
+    assert checksums.changed(lease.ids) == []
+    lease.release()
+    device.close()
 
 
 def test_slots_that_are_not_in_use_are_leased_by_their_keys(new: New) -> None:

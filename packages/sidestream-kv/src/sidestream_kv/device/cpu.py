@@ -85,11 +85,7 @@ class CpuDevice(HostSide):
     def allocate(self, name: str, num_bytes: int) -> Memory:
         """Zeroed, page-aligned memory. Returns at once: a background thread maps the pages."""
         check_fits(name, num_bytes, promised=self._untouched)
-        return self.adopt_host(name, private_pages(name, num_bytes))
-
-    def adopt_host(self, name: str, pages: mmap.mmap, *, item_bytes: int = 1) -> Memory:
-        """See `Device.adopt_host`. A background thread maps the pages."""
-        num_bytes = len(pages)
+        pages = private_pages(name, num_bytes)
         with self._touching:
             self._untouched += num_bytes
         toucher = threading.Thread(
@@ -104,6 +100,16 @@ class CpuDevice(HostSide):
     def allocate_host(self, name: str, num_bytes: int, *, item_bytes: int = 1) -> Memory:
         """See `allocate`: on a CPU, all memory is host memory."""
         return self.allocate(name, num_bytes)
+
+    def adopt_host(self, name: str, pages: mmap.mmap, *, item_bytes: int = 1) -> Memory:
+        """See `Device.adopt_host`. Maps no page before its first use. Most pages exist already, and a thread that maps
+        them takes a core from the first requests: the first one took twice as long.
+        """
+        with contextlib.suppress(OSError, ValueError):  # the kernel has no huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        if self.tracer is not None:
+            self.tracer.allocated(name, len(pages))
+        return Memory(name, (torch.frombuffer(pages, dtype=torch.uint8),))
 
     def mapped(self, memory: Memory) -> torch.Tensor:
         """The memory itself. See `Device.mapped`."""

@@ -359,7 +359,7 @@ class Checksums:
         self._random = random.Random("sidestream self-check of blocks")
         self._by_slot: dict[int, int] = {}
         if isinstance(host.pool, SharedPool):
-            host.pool.on_rewrite = self.forget
+            host.pool.on_rewrite = self.forget  # rule: checksum-ends-with-its-block
 
     def forget(self, slots: Iterable[int]) -> None:
         """Forget the checksums of slots that another engine has written."""
