@@ -249,6 +249,16 @@ def structured_conformance(
 
 
 @_command()
+def families(
+    table: Annotated[Path | None, option("--table", "FILE", "Also write the outcome of each kind, as JSON.")] = None,
+) -> Report:
+    """Serve a tiny model of every kind of causal language model in the installed transformers, and compare it with
+    transformers' own log-probabilities. About two minutes.
+    """
+    return Report("tiny models of every kind")
+
+
+@_command()
 def policy(
     traces: Annotated[
         list[Path] | None, typer.Argument(help="Traces: a JSON object with `hash_ids` for each request and line.")

@@ -153,6 +153,8 @@ class FakeBackend:
         self.continues: list[bool] = []
         self.shown_tokens: list[Collection[str]] = []
         self.held: list[str] = []
+        self.model_paths: list[str] = []
+        self.closed: list[tuple[str, str]] = []
         self.finished: list[str] = []
         self.explained: list[str] = []
         self.explanation: CacheExplanation | None = None
@@ -219,9 +221,20 @@ class FakeBackend:
         """One block for each token, in the tier or on the device."""
         return {tier or "device": len(prompt)}
 
+    async def close_session(self, session: str, *, cache_salt: str = "") -> CachedPrefix | None:
+        """Every session holds one block, unless its name is `unknown`. Records name and salt in `closed`."""
+        self.closed.append((session, cache_salt))
+        return None if session == "unknown" else CachedPrefix("", self.block_tokens, {"device": 1})
+
     async def hand_over_prefix(self, prompt: Sequence[int], *, cache_salt: str = "") -> int:
         """All tokens, at once."""
         return len(prompt)
+
+    async def update_weights(self, path: str, *, timeout_s: float) -> None:
+        """Takes every checkpoint but `missing`."""
+        if path == "missing":
+            raise RequestRejected("the weights stay as they are: no such directory", param="model_path")
+        self.model_paths.append(path)
 
     async def pause(self) -> None:
         """Set `status`; no request waits."""

@@ -14,7 +14,10 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma3TextConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
     Qwen3_5TextConfig,
@@ -136,6 +139,46 @@ _PLAIN: Mapping[str, tuple[type[Any], Mapping[str, Any]]] = {
             "num_attention_heads": 32,
             "num_experts": 128,
             "num_experts_per_tok": 8,
+        },
+    ),
+    # Latent attention; 4 of 64 experts for each token.
+    "glm-4.7-flash": (Glm4MoeLiteConfig, {"max_position_embeddings": 40960}),
+    # Latent attention; 6 of 64 experts for each token.
+    "deepseek-v2-lite": (
+        DeepseekV2Config,
+        {
+            "q_lora_rank": None,
+            "max_position_embeddings": 40960,
+            "hidden_size": 2048,
+            "intermediate_size": 10944,
+            "moe_intermediate_size": 1408,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "num_experts_per_tok": 6,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "tiny-latent": (
+        DeepseekV3Config,
+        {
+            "vocab_size": 512,
+            "max_position_embeddings": 1024,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "moe_intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 16,
         },
     ),
     "tiny-windows": (

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,75 @@ class MooncakeServer:
             process.wait()
             if process.stdout is not None:
                 process.stdout.close()
+
+
+class S3Server:
+    """A server with the API of Amazon S3 (moto), and a bucket in it. It keeps nothing on disk."""
+
+    def __init__(self, bucket: str = "kv-cache") -> None:
+        self.endpoint = f"http://127.0.0.1:{_free_port()}"
+        self.bucket = bucket
+        port = self.endpoint.rpartition(":")[2]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", port],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        _wait_until(lambda: _accepts(self.endpoint.removeprefix("http://")), self.process)
+        with urllib.request.urlopen(urllib.request.Request(f"{self.endpoint}/{bucket}", method="PUT")):
+            pass
+
+    @staticmethod
+    def why_none() -> str | None:
+        """Why no server can be started; None: it can."""
+        if importlib.util.find_spec("obstore") is None:
+            return "needs the package obstore: pip install 'sidestream-kv[s3]'"
+        if importlib.util.find_spec("moto") is None or importlib.util.find_spec("flask_cors") is None:
+            return "needs a server: pip install 'moto[s3]' flask flask-cors"
+        return None
+
+    def objects(self) -> list[str]:
+        """Names of all objects of the bucket."""
+        import obstore
+
+        return [found["path"] for page in obstore.list(self._client()) for found in page]
+
+    def read(self, name: str) -> bytes:
+        """One object."""
+        import obstore
+
+        return bytes(obstore.get(self._client(), name).bytes())
+
+    def write(self, name: str, content: bytes) -> None:
+        """Replace an object."""
+        import obstore
+
+        obstore.put(self._client(), name, content)
+
+    def _client(self) -> Any:
+        from obstore.store import S3Store
+
+        return S3Store(
+            self.bucket,
+            endpoint=self.endpoint,
+            region="us-east-1",
+            access_key_id="testing",
+            secret_access_key="testing",
+            client_options={"allow_http": True},
+        )
+
+    def stall(self) -> None:
+        """Stop the process, which keeps its connections."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """End a stall."""
+        self.process.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        """End the process. Idempotent."""
+        self.process.kill()
+        self.process.wait()
 
 
 _LENDER = """

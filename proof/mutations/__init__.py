@@ -21,6 +21,7 @@ HAZARDS      the faults that the rules prevent, by number
 from __future__ import annotations
 
 from proof.mutations import (
+    cache_options,
     client,
     connectors,
     copies,
@@ -75,6 +76,7 @@ _TABLES = (
     tiers,
     shared_memory,
     shared_tiers,
+    cache_options,
     runner,
     ranks,
     engine,

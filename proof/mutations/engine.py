@@ -276,6 +276,17 @@ MUTATIONS = (
 EQUIVALENT = (
     Equivalent(
         Mutation(
+            name="weights-that-were-not-taken-end-the-engine",
+            hazard="H8",
+            change=Never(),
+            consequence="answers of half-replaced weights are served",
+        ),
+        "no schedule reads a checkpoint",
+        noticed_by="engine/test_weights.py::test_weights_that_fail_on_the_device_end_the_engine",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
             name="preempted-request-drops-log-probabilities-of-its-prompt",
             hazard="H12",
             consequence="a client gets log-probabilities of a prompt's first tokens twice",
@@ -396,8 +407,11 @@ _DROP = "it drops blocks whose KV is right; tests/engine/test_prefixes.py covers
 
 EXEMPT = (
     Exempt("Prefixes.run", ("_unpin", "_drop"), PINS),
-    Exempt("Prefixes._pin_now", ("add", "add"), PINS),
-    Exempt("Prefixes._drop", ("forget", "forget", "forget", "drop", "failure"), _DROP),
+    Exempt("facts_of", ("state", "state"), "sizes of a model that is not loaded"),
+    Exempt("Operations.update_weights", ("fingerprint=",), "see new-weights-replace-the-keys"),
+    Exempt("Operations._take_weights", ("wait_host",), "without it, a failure is not known; see the rule behind it"),
+    Exempt("Prefixes._pin_now", ("add",), PINS),
+    Exempt("Prefixes._drop", ("forget", "forget", "drop", "failure"), _DROP),
     Exempt("Prefixes._keys", ("salt=",), "a pin of another salt's blocks; tests/engine/test_prefixes.py covers it"),
     Exempt("build_engine", ("callback", "callback"), _UNBUILT),
     Exempt("_build_parts", ("salt=",), "see new-weights-keep-the-salt"),

@@ -12,7 +12,14 @@ import sys
 from typing import TYPE_CHECKING
 
 from sidestream import moved
-from sidestream.config import EngineConfig, KVEventsConfig, SamplingParams, SpeculativeConfig, StructuredOutputs
+from sidestream.config import (
+    CacheOptions,
+    EngineConfig,
+    KVEventsConfig,
+    SamplingParams,
+    SpeculativeConfig,
+    StructuredOutputs,
+)
 from sidestream.errors import (
     CallTimeout,
     ConfigError,
@@ -49,6 +56,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "BeamSequence",
+    "CacheOptions",
     "CachedPrefix",
     "CachedTokens",
     "CallTimeout",

@@ -17,6 +17,7 @@ from typing import Annotated, Any, get_type_hints
 from sidestream.errors import ConfigError, RequestRejected
 from sidestream.types import SamplingSpec
 from sidestream_kv.config import OffloadConfig, options_checked, parse_bytes, unknown_name
+from sidestream_kv.types import HOST
 
 # Attention kernels on a GPU read a block in tiles of 16 tokens.
 _GPU_BLOCK_MULTIPLE = 16
@@ -366,6 +367,8 @@ def most_prompt_logits(block_tokens: int) -> int:
 MOST_PROMPT_LOGPROBS = 1 << 18
 """Maximum number of log-probabilities of one prompt: its tokens, times 1 more than the alternatives for each."""
 MOST_SALT_CHARS = 1024
+MAX_TTL_S = 7 * 86_400.0
+"""Upper bound of the time for which a pin lasts."""
 """Maximum number of characters of a request's cache salt."""
 MOST_STOP_CHARS = 1024
 """Maximum number of characters of a stop string."""
@@ -525,6 +528,50 @@ _FORMS = {"choice": "tuple of texts"}
 
 @options_checked(RequestRejected)
 @dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """What the KV cache does for one request. Changes its speed, not its tokens.
+
+    max_load_tokens     maximum number of tokens whose KV is loaded from tiers behind that on the device; 0: none;
+                        None: no bound
+    max_offload_tokens  maximum number of tokens, from the prompt's first, whose KV is stored in tiers; 0: none; None:
+                        no bound. A request without recurrent state stores up to the bound; others store no checkpoint
+                        behind it
+    load_tiers          persistent tiers that may be read, by name; host memory always is. None: all
+    session             name of the conversation to which the request belongs; empty: none. The KV of a session's last
+                        request is evicted last until its next one is expected
+    session_ttl_s       seconds for which it is; None: learned from the session's own pauses
+    max_ttl_s           upper bound of learned seconds
+    """
+
+    max_load_tokens: int | None = None
+    max_offload_tokens: int | None = None
+    load_tiers: tuple[str, ...] | None = None
+    session: str = ""
+    session_ttl_s: float | None = None
+    max_ttl_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_load_tokens", "max_offload_tokens"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 0, 1 << 31)
+        if not isinstance(self.session, str) or len(self.session) > MOST_SALT_CHARS:
+            raise RequestRejected(
+                f"session is {reprlib.repr(self.session)}: give a text of at most {MOST_SALT_CHARS} characters",
+                param="session",
+            )
+        if self.load_tiers is not None and not all(isinstance(tier, str) for tier in self.load_tiers):
+            raise RequestRejected(f"load_tiers is {self.load_tiers!r}: give names of tiers", param="load_tiers")
+        for name in ("session_ttl_s", "max_ttl_s"):
+            if getattr(self, name) is not None:
+                _finite(name, getattr(self, name), 0.0, MAX_TTL_S)
+
+    def may_load(self, tier: str) -> bool:
+        """Whether the request may load blocks that are in `tier`."""
+        return self.load_tiers is None or tier == HOST or tier in self.load_tiers
+
+
+@options_checked(RequestRejected)
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters and stop conditions of one request.
 
@@ -547,6 +594,7 @@ class SamplingParams:
     logprobs            k: log-probabilities of the sampled token and of the k likeliest tokens; None: no logprobs
     max_tokens          None: as many tokens as the model and the block pool allow
     max_drafts          maximum number of tokens to draft in a step; 0: no drafts; None: the engine's `max_drafts`
+    cache               what the KV cache does for the request; None: the usual
     structured_outputs  the form that the answer must have; None: any
     prompt_logprobs     as `logprobs`, for the tokens of the prompt. None of its KV is taken from a cache then
     truncate_prompt_tokens  keep only so many tokens at the end of the prompt; -1: as many as leave room for
@@ -611,6 +659,7 @@ class SamplingParams:
     logprobs: int | None = None
     n: int = 1
     max_drafts: int | None = None
+    cache: CacheOptions | None = None
     structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None

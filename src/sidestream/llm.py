@@ -179,6 +179,13 @@ class LLM:
         self._check_open()
         return self.engine.prefixes.run(operation, query, timeout_s=60.0)
 
+    def update_weights(self, path: str, *, timeout_s: float = 600.0) -> None:
+        """Replace the weights by those of a checkpoint of the same architecture. Parameters and errors are those of
+        `AsyncLLM.update_weights`.
+        """
+        self._check_open()
+        self.engine.operations.update_weights(path, timeout_s=timeout_s)
+
     def pause(self) -> None:
         """Start no request that has not begun, until another thread calls `resume`: calls of `generate` wait, too.
         Idempotent. Raises EngineStopped and CallTimeout.

@@ -53,7 +53,7 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[DeviceBatch]]:
         def __init__(self, **parts: Any) -> None:
             layout = parts["model"].layout
             workspace = SplitKVWorkspace.allocate(
-                query_tokens=28, kv_tokens=256, heads=parts["model"].num_heads, head_dim=layout.head_dim, device="cpu"
+                query_tokens=28, kv_tokens=256, heads=parts["model"].num_heads, head_dim=layout.value_dim, device="cpu"
             )
             super().__init__(**{**parts, "attention": TritonAttention(workspace), "ops": OPS[0]})
             self._runs_eagerly = self._work._run_eagerly
@@ -88,10 +88,13 @@ def kernels_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OPS, 0, select_ops(has_kernels=True))
 
 
-@pytest.fixture(scope="module", params=["qwen3", "gemma2"])
+@pytest.fixture(scope="module", params=["qwen3", "gemma2", "minicpm3"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    layers = {"layer_types": ["sliding_attention", "full_attention"]} if request.param == "gemma2" else {}
-    return tiny_model_dir(request.param, tmp_path_factory.mktemp(request.param), 3, **{**SMALL, **layers})
+    own = {
+        "gemma2": {"layer_types": ["sliding_attention", "full_attention"]},
+        "minicpm3": {"num_key_value_heads": 2},
+    }.get(request.param, {})
+    return tiny_model_dir(request.param, tmp_path_factory.mktemp(request.param), 3, **{**SMALL, **own})
 
 
 def engine(model: Path, **options: Any) -> LLM:
@@ -135,7 +138,7 @@ def test_answers_equal_the_reference_uncached_and_from_device_and_host(model: Pa
         assert batch.short_queries >= max(lengths[batch.split_rows : batch.rows_in_splits], default=0)
 
 
-@pytest.mark.parametrize("model", ["qwen3"], indirect=True)
+@pytest.mark.parametrize("model", ["qwen3", "minicpm3"], indirect=True)
 def test_captured_forward_passes_give_the_same_answers_as_eager_ones(model: Path, batches: list[DeviceBatch]) -> None:
     prompts = [*PROMPTS[1:], PROMPTS[0][:20]]
     options = {"chunk_tokens": 16, "token_budget": 20, "offload": OffloadConfig(host="1MiB"), "check_order": True}

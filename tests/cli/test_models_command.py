@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from command_runner import Run
+from safetensors.torch import load_file
+from transformers import DogeConfig
 
+from proof.tiny_models import tiny_model_dir
 from sidestream.cli.options import DEMO_MODEL
-from sidestream.models import catalog
+from sidestream.models import catalog, load_model
+from sidestream_kv.device import machine
 
 
 @pytest.fixture(autouse=True)
@@ -64,3 +69,44 @@ def test_an_unknown_name_is_refused_with_the_known_ones(run: Run) -> None:
     result = run("models", "prepare", "smollm2-135m")
     assert result.exit_code == 2
     assert f"did you mean {DEMO_MODEL}?" in result.output
+
+
+# ------------------------------------------------------------------ check
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir("qwen3_next", tmp_path_factory.mktemp("hybrid"), 0)
+
+
+def test_a_check_says_what_a_model_needs(run: Run, hybrid: Path) -> None:
+    shown = run("models", "check", str(hybrid), "--device", "cpu").output
+    assert shown.startswith(f"served: {hybrid}\n  kind         qwen3_next; up to 1,024 tokens\n")
+    assert "computes in  float32, as stored" in shown
+    assert re.search(r"KV           \d+ bytes a token, so 1 GiB has [\d,]+ tokens", shown)
+    assert re.search(r"state        [\d,]+ bytes a request", shown)
+    assert re.search(r"cpu memory   [\d.]+ GiB free: room for the KV of [\d,]+ tokens", shown)
+
+
+def test_a_check_agrees_with_the_loaded_model(run: Run, hybrid: Path) -> None:
+    facts = json.loads(run("models", "check", str(hybrid), "--device", "cpu", "--json").output)
+    model = load_model(str(hybrid), block_tokens=None)
+    assert model.state_layout is not None
+    kinds = (facts["kind"], facts["text_of"], facts["quantisation"], facts["dtype"], facts["stored"])
+    assert kinds == ("qwen3_next", "", "", "float32", "float32")
+    assert facts["weights_bytes"] == sum(tensor.nbytes for tensor in load_file(hybrid / "model.safetensors").values())
+    sizes = (facts["token_bytes"], facts["state_bytes"], facts["block_tokens"], facts["max_positions"])
+    layout = model.layout
+    assert sizes == (layout.token_bytes, model.state_layout.state_bytes, layout.block_tokens, model.max_model_len)
+
+
+def test_weights_without_room_are_told(run: Run, hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "available_bytes", lambda: 1000)
+    assert "0.00 GiB free: too little for the weights" in run("models", "check", str(hybrid), "--device", "cpu").output
+
+
+def test_a_model_that_is_not_served_is_an_error_with_the_reason(run: Run, tmp_path: Path) -> None:
+    DogeConfig().save_pretrained(tmp_path / "doge")
+    result = run("models", "check", str(tmp_path / "doge"), "--device", "cpu")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "masks its attention by values" in result.stderr

@@ -12,7 +12,7 @@ import pytest
 
 from sidestream import errors
 from sidestream.client import messages
-from sidestream.config import ReasoningMarks, SamplingDefaults, SamplingParams, StructuredOutputs
+from sidestream.config import CacheOptions, ReasoningMarks, SamplingDefaults, SamplingParams, StructuredOutputs
 from sidestream.errors import EngineStopped, InvariantError, RequestError, SidestreamError
 from sidestream.processes import frames
 from sidestream.processes.frames import FrameDecoder, FrameEncoder
@@ -43,6 +43,7 @@ PARAMS = SamplingParams(
     logprobs=4,
     n=3,
     max_drafts=1,
+    cache=CacheOptions(9, 8, ("disk",), "session", 2.5, 60.0),
     structured_outputs=StructuredOutputs(json={"type": "object"}, whitespace_pattern=" "),
     allowed_token_ids=(1, 2),
     bad_words=("no",),

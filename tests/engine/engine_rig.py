@@ -131,6 +131,7 @@ class Rig:
         grammars: Any = None,
         store: MemoryStore | None = None,
         shared_memory: Path | None = None,
+        read_weights: Any = None,
         **options: Any,
     ) -> None:
         self.model = model or ToyModel()
@@ -163,6 +164,7 @@ class Rig:
             tiers=tiers or None,
             proposer=proposer,
             grammars=grammars,
+            read_weights=read_weights,
         )
         if always_load and self.engine.parts.costs is not None:
             self.engine.parts.costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]  # no test hangs on measured speeds
@@ -283,7 +285,7 @@ class Rig:
             assert pool.num_used == 0, f"{pool.num_used} {pool.name} are still in use"
         if self.disk is not None:
             assert len(self.disk.index._idle) == len(self.disk.index), "an entry on disk is still pinned"
-        assert set(self.device.host_waits()) <= {"step"}
+        assert set(self.device.host_waits()) <= {"step", "new weights"}
 
     def close(self, **options: Any) -> None:
         for hold in self._holds:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from proof.tiny_models import FAMILIES, save_head, tiny_model_dir
+from proof.tiny_models import FAMILIES, LATENT, save_head, tiny_model_dir
 from sidestream import (
     LLM,
     AsyncLLM,
@@ -123,7 +123,7 @@ def assert_near(outputs: list[RequestOutput], reference: list[RequestOutput]) ->
 # ---------------------------------------------------------------------- the same answers
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *LATENT])
 def test_every_model_family_gives_the_same_answers_as_on_the_cpu(family: str, tmp_path: Path) -> None:
     model = tiny_model_dir(family, tmp_path, 2)
     with engine(model, "cpu") as llm:

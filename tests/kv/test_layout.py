@@ -21,6 +21,14 @@ def test_sizes_in_bytes_agree_with_the_shape(dtype: str) -> None:
     assert layout.block_bytes == layout.token_bytes * layout.block_tokens == layout.layer_bytes * layout.num_layers
 
 
+def test_a_latent_is_one_vector_for_each_token() -> None:
+    latent = KVLayout(num_layers=3, num_kv_heads=1, head_dim=40, block_tokens=4, dtype="float32", latent_dim=32)
+    assert latent.shape(7) == (7, 3, 1, 4, 1, 40)
+    assert latent.token_bytes == 3 * 40 * 4
+    assert (latent.layers_for(160), latent.layers_for(161)) == (1, 2)
+    assert (latent.value_dim, LAYOUT.value_dim) == (32, 8)
+
+
 def test_block_spans_cover_the_pool_without_gaps() -> None:
     spans = [LAYOUT.span(index) for index in range(5)]
     assert spans[0][0] == 0
@@ -65,5 +73,11 @@ def test_layers_beyond_the_list_of_windows_have_no_window() -> None:
 
 
 def test_describe_has_every_field_except_the_windows() -> None:
-    """Except the windows: they are no property of a block's bytes, and a model's fingerprint depends on them."""
-    assert LAYOUT.describe() == {name: size for name, size in dataclasses.asdict(LAYOUT).items() if name != "windows"}
+    """Except the windows: they are no property of a block's bytes, and a model's fingerprint depends on them. Blocks of
+    keys and values are described as they were before there were latents, so tiers keep their contents.
+    """
+    latent = dataclasses.replace(LAYOUT, num_kv_heads=1, latent_dim=6)
+    fields = {name: size for name, size in dataclasses.asdict(latent).items() if name != "windows"}
+    assert latent.describe() == fields
+    del fields["latent_dim"]
+    assert LAYOUT.describe() == {**fields, "num_kv_heads": 2}

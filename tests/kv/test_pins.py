@@ -129,3 +129,25 @@ def test_dropped_keys_end_the_pins_that_hold_them(pool: FencedPool) -> None:
     assert pool.pins is not None
     pool.pins.forget(keys(1))
     assert list(pool.pins.all()) == keys(3) and len(pool.pins.held) == 1
+
+
+@pytest.mark.parametrize("second", [(1, 2, 3, 4), (1, 5), (1,), (1, 2)])
+def test_a_moved_hint_holds_other_keys_in_place_of_its_own(pool: FencedPool, second: tuple[int, ...]) -> None:
+    assert pool.pins is not None and pin(pool, 1, 2, hint=True)
+    pool.size = 8  # room for 4: the moved pin needs that of the earlier one
+    assert pool.pins.move(keys(2)[0], keys(second[-1])[0], keys(*second), ttl_s=30.0)
+    assert [pin.keys for pin in pool.pins.all().values()] == [tuple(keys(*second))]
+    assert pool.pins.held == dict.fromkeys(keys(*second), 1)
+
+
+@pytest.mark.parametrize("second", [(1, 2, 3, 4), (3, 4, 5, 6)])
+def test_a_hint_stays_where_it_is_if_there_is_no_room(pool: FencedPool, second: tuple[int, ...]) -> None:
+    assert pool.pins is not None and pin(pool, 1, 2, hint=True)
+    assert not pool.pins.move(keys(2)[0], keys(second[-1])[0], keys(*second), ttl_s=60.0)
+    assert pool.pins.held == dict.fromkeys(keys(1, 2), 1) and len(pool.pins.all()) == 1
+
+
+def test_an_operators_pin_is_not_moved(pool: FencedPool) -> None:
+    assert pool.pins is not None and pin(pool, 1, 2)
+    assert pool.pins.move(keys(2)[0], keys(3)[0], keys(1, 2, 3), ttl_s=30.0)
+    assert [pinned.hint for pinned in pool.pins.all().values()] == [False, True]

@@ -80,7 +80,7 @@ def counting(graphs: list[int]) -> Callable[..., Any]:
 
 
 # stablelm: its layers keep their arguments from their attention, so they are compiled with the batch.
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "stablelm"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "stablelm", "minicpm3"])
 def test_compiled_layers_give_equal_results_with_one_product_per_input(family: str, tmp_path: Path) -> None:
     model = loaded(tmp_path, family)
     expected = logits(model)

@@ -14,7 +14,7 @@ import torch
 from batch_rig import one_row
 from transformers import AutoModelForCausalLM
 
-from proof.tiny_models import FAMILIES, tiny_model_dir
+from proof.tiny_models import FAMILIES, LATENT, tiny_model_dir
 from sidestream.attention.paged import PagedBatch
 from sidestream.models import PagedModel, load_model
 
@@ -118,7 +118,7 @@ def mixed_sequences(vocab_size: int) -> list[Sequence]:
     ]
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module", params=sorted({**FAMILIES, **LATENT}))
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_dir(request.param, tmp_path_factory.mktemp(request.param), 3)
 

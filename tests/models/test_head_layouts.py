@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    DeepseekV3Config,
     PreTrainedConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
@@ -60,22 +59,7 @@ _QWEN_EXPERTS = {
 
 CONFIGS: Mapping[str, PreTrainedConfig] = {
     "glm4_moe": tiny_config("glm4_moe"),
-    "deepseek_v3": DeepseekV3Config(
-        **_COMMON,
-        intermediate_size=96,
-        num_key_value_heads=4,
-        n_routed_experts=EXPERTS,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        first_k_dense_replace=1,
-        n_group=2,
-        topk_group=1,
-        kv_lora_rank=16,
-        q_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
-    ),
+    **{kind: tiny_config(kind, n_routed_experts=EXPERTS) for kind in ("deepseek_v3", "glm4_moe_lite")},
     "qwen3_next": Qwen3NextConfig(**_HYBRID, **_QWEN_EXPERTS),
     "qwen3_5": Qwen3_5TextConfig(**_HYBRID, intermediate_size=96),
     "qwen3_5_moe": Qwen3_5MoeTextConfig(**_HYBRID, **_QWEN_EXPERTS),
@@ -102,6 +86,7 @@ _SHARED_EXPERT = ["mlp.shared_expert_gate.weight", *(f"mlp.shared_expert.{part}.
 LAYER: Mapping[str, list[str]] = {
     "glm4_moe": [*_NORMS, *_ATTENTION, *(f"self_attn.{part}_proj.bias" for part in "qkv"), *_EXPERTS, *_SHARED_EXPERTS],
     "deepseek_v3": [*_NORMS, *_LATENT_ATTENTION, *_EXPERTS, *_SHARED_EXPERTS],
+    "glm4_moe_lite": [*_NORMS, *_LATENT_ATTENTION, *_EXPERTS, *_SHARED_EXPERTS],
     "qwen3_next": [*_NORMS, *_ATTENTION, *_EXPERTS, *_SHARED_EXPERT],
     "qwen3_5": [*_NORMS, *_ATTENTION, *(f"mlp.{part}.weight" for part in _PROJECTIONS)],
     "qwen3_5_moe": [*_NORMS, *_ATTENTION, *_EXPERTS, *_SHARED_EXPERT],
@@ -140,8 +125,8 @@ def publish(kind: str, directory: Path, *, again: bool = False) -> dict[str, Ten
 
     again: with embedding and output matrix a second time, as some checkpoints of DeepSeek's and GLM's have them
     """
-    if kind == "glm4_moe":
-        tiny_model_dir(kind, directory, 3)
+    if not kind.startswith("qwen"):
+        tiny_model_dir(kind, directory, 3, n_routed_experts=EXPERTS)
     else:
         with quiet_transformers(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
@@ -247,7 +232,7 @@ def test_the_text_config_of_a_multimodal_checkpoint_is_checked(tmp_path: Path) -
         load_head(model, tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["glm4_moe", "qwen3_next"])
+@pytest.mark.parametrize("kind", ["glm4_moe", "qwen3_next", "deepseek_v3", "glm4_moe_lite"])
 def test_a_model_is_served_with_the_head_in_its_checkpoint(kind: str, tmp_path: Path) -> None:
     publish(kind, tmp_path, again=kind == "glm4_moe")
     prompts = [

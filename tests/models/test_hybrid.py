@@ -11,7 +11,6 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     JambaConfig,
-    KimiLinearConfig,
     Mamba2Config,
     MiniMaxConfig,
     PreTrainedConfig,
@@ -34,8 +33,8 @@ PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_running": 3, "compute_threads": 1, "chunk_tokens": 32}
 
 
-# A mixture of experts with a gated delta rule, Mamba 2, both in every layer, and convolutions alone.
-KINDS = ("qwen3_next", "nemotron_h", "falcon_h1", "lfm2")
+# A mixture of experts with a gated delta rule, Mamba 2, both in every layer, convolutions alone, and latent attention.
+KINDS = ("qwen3_next", "nemotron_h", "falcon_h1", "lfm2", "kimi_linear")
 
 
 @pytest.fixture(scope="module", params=sorted(HYBRIDS))
@@ -416,7 +415,6 @@ REFUSED: list[tuple[PreTrainedConfig, str]] = [
         "keeps recurrent state and does not attend",
     ),
     (MiniMaxConfig(**COMMON, num_hidden_layers=2), "layers of type linear_attention: only"),
-    (KimiLinearConfig(**COMMON, num_hidden_layers=2, pad_token_id=None), "latent attention"),
 ]
 
 

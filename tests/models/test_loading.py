@@ -112,7 +112,7 @@ _OWN_CODE = ("FalconConfig", "GPTNeoConfig", "GPTJConfig", "CodeGenConfig", "XGL
         (transformers.T5Config(), "encoder-decoder"),
         (transformers.MambaConfig(), "keeps recurrent state and does not attend"),
         (transformers.RwkvConfig(), "recurrent state"),
-        (transformers.DeepseekV3Config(), "latent attention"),
+        (transformers.DeepseekV32Config(), "latent attention"),
         (transformers.ViTConfig(), "no causal language model"),
         (transformers.Llama4TextConfig(), "attends in chunks"),
         (transformers.BartConfig(is_encoder_decoder=False), "half of one"),

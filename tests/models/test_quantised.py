@@ -12,16 +12,18 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_rig import Tensors, edit_json, edit_weights, refusal
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from proof.tiny_models import tiny_model_dir
+from proof.tiny_models import carry_head, save_head, tiny_model_dir
 from sidestream import LLM, SamplingParams
 from sidestream.models import fp8, load_model
 from sidestream.models.compiled import _MergeProducts
 from sidestream.models.fp8 import Fp8Linear, _by_rows
 from sidestream.models.joined import join_projections
+from sidestream.models.mtp import load_head
 from sidestream.models.quantised import formats_of
 
 Written = tuple[Tensors, Tensor]
@@ -316,3 +318,38 @@ def test_a_tensor_of_a_quantised_file_that_no_format_explains_is_refused(llama: 
     _quantise(llama, *FORMATS["awq"])
     edit_weights(llama, lambda weights: weights.update({"model.layers.0.mlp.up_proj.rotation": torch.ones(4)}))
     assert "up_proj.rotation" in refusal(llama)
+
+
+@pytest.mark.parametrize("form", ["fp8 in blocks, the last of them smaller", "fp8 with one scale"])
+def test_latent_attention_reads_a_weight_that_is_never_kept_in_eight_bits(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention itself multiplies by parts of this weight."""
+    sizes = {"q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "head_dim": 16}
+    directory = tiny_model_dir("deepseek_v3", tmp_path, 0, **sizes)
+    meant = _quantise(directory, *FORMATS[form])
+    monkeypatch.setattr(fp8, "is_faster", lambda *_: True)
+    module = load_model(str(directory), block_tokens=4, dtype="bfloat16").module
+    name = "model.layers.1.self_attn.kv_b_proj.weight"
+    assert torch.equal(module.get_parameter(name), meant[name].bfloat16())
+    assert any(isinstance(part, Fp8Linear) for part in module.modules()) == ("blocks" not in form)
+
+
+def test_a_head_in_eight_bit_blocks_is_read_with_the_values_that_are_meant(tmp_path: Path) -> None:
+    """As DeepSeek-V3's checkpoint has its head: one more layer, quantised like the others."""
+    directory = tiny_model_dir("deepseek_v3", tmp_path / "model", 0)
+    carry_head(directory, save_head(directory, tmp_path / "head.safetensors", seed=1), names="deepseek")
+    weights = directory / "model.safetensors"
+    head = directory / "model-mtp.safetensors"
+    kept = {name: tensor for name, tensor in load_file(head).items() if "embed_tokens" not in name}
+    save_file({**load_file(weights), **kept}, weights, metadata={"format": "pt"})
+    head.unlink()
+    meant = _quantise(directory, *FORMATS["fp8 in blocks, the last of them smaller"])
+
+    model = load_model(str(directory), block_tokens=4, dtype="float32")
+    found = load_head(model.module, directory).state_dict()
+
+    name = "self_attn.q_b_proj.weight"
+    assert torch.equal(found[f"layer.{name}"], meant[f"model.layers.3.{name}"])
+    expert = [meant[f"model.layers.3.mlp.experts.5.{part}_proj.weight"] for part in ("gate", "up")]
+    assert torch.equal(found["layer.mlp.experts.gate_up_proj"][5], torch.cat(expert))

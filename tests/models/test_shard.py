@@ -86,6 +86,19 @@ def test_ranks_that_gather_queries_and_keys_hold_all_heads(family: str, tmp_path
     assert {(rank.model.num_heads, rank.model.layout.num_kv_heads) for rank in ranks} == {(4, 4)}
 
 
+@pytest.mark.parametrize(("family", "heads"), [("deepseek_v2", 2), ("glm4_moe_lite", 2), ("deepseek_v3", 4)])
+def test_ranks_hold_whole_latents(family: str, heads: int, tmp_path: Path) -> None:
+    """The plan of deepseek_v3 does not divide heads."""
+    directory = tiny_model_dir(family, tmp_path / family, 0, vocab_size=260)
+    whole = computed(load(directory))
+
+    ranks = on_ranks(directory, 2)
+
+    assert_same(ranks, whole)
+    assert all(rank.kv.sub(whole.kv).nan_to_num().abs().max() < BOUND for rank in ranks)
+    assert {(rank.model.num_heads, rank.model.layout.num_kv_heads) for rank in ranks} == {(heads, 1)}
+
+
 def test_each_rank_holds_its_share_of_the_divided_weights(tmp_path: Path) -> None:
     directory = tiny_model_dir("qwen2", tmp_path / "qwen2", 0, **FOUR_WAYS)
     whole = load(directory).module

@@ -20,14 +20,17 @@ _SIZES = {
     **{"num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.2},
     **{"depth": 1, "embed_dim": 32, "num_heads": 2, "out_hidden_size": 64, "image_size": 28, "patch_size": 14},
     **{"projection_dim": 32, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
+    **{"kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16},
+    **{"n_routed_experts": 16, "n_group": 1, "topk_group": 1, "projection_hidden_size": 64},
     **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "moe_num_experts": 4, "moe_topk": 2},
 }
 _OF_TEXT = {"vocab_size": 300, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def tiny(kind: str) -> PreTrainedConfig:
-    """A small config of a kind, with the defaults of its class otherwise."""
-    usual = CONFIG_MAPPING[kind]()
+    """A small config of a kind, with the defaults of its class otherwise. The kind of its text may follow."""
+    kind, _, text = kind.partition("/")
+    usual = CONFIG_MAPPING[kind](**({"text_config": CONFIG_MAPPING[text]()} if text else {}))
     parts = {name: getattr(usual, name, None) for name in type(usual).sub_configs}
     return type(usual)(
         **{
@@ -47,6 +50,9 @@ def small(part: PreTrainedConfig, *, is_text: bool) -> dict[str, Any]:
     if is_text and fields.get("layer_types"):
         fields["layer_types"] = [fields["layer_types"][0], fields["layer_types"][-1]]
     rope = fields.get("rope_parameters") or {}
+    if "kv_lora_rank" in fields:
+        fields |= {"num_key_value_heads": 4, "head_dim": fields["qk_rope_head_dim"], "first_k_dense_replace": 1}
+        rope["partial_rotary_factor"] = 1.0
     if "mrope_section" in rope or (is_text and fields["model_type"] in ("qwen2_vl_text", "qwen2_5_vl_text")):
         rope["mrope_section"] = [4, 2, 2]
     return fields
@@ -56,7 +62,11 @@ _QUICK = {"llava", "mistral3", "qwen2_5_vl"}
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind in _QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in sorted(_SERVED)]
+    "kind",
+    [
+        kind if kind in _QUICK else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in sorted({*_SERVED, "mistral3/mistral4"})
+    ],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_the_text_part_gives_the_logits_of_the_whole_model(kind: str, tmp_path: Path) -> None:

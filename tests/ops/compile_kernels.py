@@ -75,30 +75,37 @@ compiled(draft_kernels.argmax_of_maxima, "*fp32", INT, LONG, "*u8", "i32")
 compiled(draft_kernels.match_ngram, INT, LONG, LONG, LONG, *["i32"] * 5)
 
 heads = {"KV_HEADS": 8, "HEAD_DIM": 128}
-compiled(
-    attention.write,
-    *[BF16] * 3,
-    LONG,
-    BF16,
-    LONG,
-    *["i32"] * 9,
-    **heads,
-    OUT_WIDTH=4096,
-    BLOCK_TOKENS=16,
-    WIDTH=1024,
-    OVERLAP=True,
-)
+for kv_heads, size, value_size, width in ((8, 128, 128, 1024), (1, 512, 64, 512)):
+    compiled(
+        attention.write, *[BF16] * 3, LONG, BF16, LONG, *["i32"] * 9,
+        KV_HEADS=kv_heads, OUT_WIDTH=4096, HEAD_DIM=size, VALUE_DIM=value_size, BLOCK_TOKENS=16, WIDTH=width,
+        OVERLAP=True,
+    )  # fmt: skip
 for split, wide, lines, keys, warps in ((0, 0, 128, 64, 8), (256, 256, 16, 32, 2), (256, 512, 64, 32, 4)):
     compiled(
         attention.attend, *[BF16] * 4, *[FLOAT] * 3, INT, LONG, LONG, *["i32"] * 5, "fp32", "fp32", *["i32"] * 7,
         warps=warps, overlap=True, SPLIT_TOKENS=split, NARROW_SPLITS=16, WIDE_TOKENS=wide, WINDOW=True, CAPPED=True,
-        SINKS=True, GROUP=4, PADDED_DIM=128, BLOCK_TOKENS=16, BLOCK_M=lines, BLOCK_N=keys, OVERLAP=True, **heads,
+        SINKS=True, GROUP=4, PADDED_DIM=128, ROTATED_DIM=0, PADDED_ROTATED=16, BLOCK_TOKENS=16, BLOCK_M=lines,
+        BLOCK_N=keys, OVERLAP=True, **heads,
     )  # fmt: skip
-compiled(
-    attention.combine, *[FLOAT] * 3, BF16, BF16, LONG, LONG, *["i32"] * 4, warps=1, overlap=True,
-    SPLIT_TOKENS=256, NARROW_SPLITS=16, WIDE_TOKENS=512, WINDOW=False, SINKS=True, HEADS=32,
-    HEAD_DIM=128, PADDED_DIM=128, OVERLAP=True,
-)  # fmt: skip
+# GLM-4.7-Flash's 20 heads, and 64 of DeepSeek-V3's 128.
+for split, wide, groups, group, lines, warps in (
+    (0, 0, 1, 20, 64, 8),
+    (128, 128, 1, 20, 32, 8),
+    (128, 256, 2, 64, 64, 8),
+):
+    compiled(
+        attention.attend, *[BF16] * 4, *[FLOAT] * 3, INT, LONG, LONG, *["i32"] * 5, "fp32", "fp32", *["i32"] * 7,
+        warps=warps, stages=2, overlap=True, SPLIT_TOKENS=split, NARROW_SPLITS=16, WIDE_TOKENS=wide, WINDOW=False,
+        CAPPED=False, SINKS=False, KV_HEADS=groups, GROUP=group, HEAD_DIM=512, PADDED_DIM=512, ROTATED_DIM=64,
+        PADDED_ROTATED=64, BLOCK_TOKENS=16, BLOCK_M=lines, BLOCK_N=32, OVERLAP=True,
+    )  # fmt: skip
+for size in (128, 512):
+    compiled(
+        attention.combine, *[FLOAT] * 3, BF16, BF16, LONG, LONG, *["i32"] * 4, warps=1, overlap=True,
+        SPLIT_TOKENS=256, NARROW_SPLITS=16, WIDE_TOKENS=512, WINDOW=False, SINKS=True, HEADS=32,
+        HEAD_DIM=size, PADDED_DIM=size, OVERLAP=True,
+    )  # fmt: skip
 for size in (16, 48):
     compiled(
         attention.gather_contiguous, *[BF16] * 3, INT, LONG, LONG, *["i32"] * 9,

@@ -6,6 +6,7 @@ import pytest
 from plans import loading, promoting, prompt, row_of, spans, states, steps_until
 from scheduler_world import World
 
+from sidestream.schedule.limits import Limits
 from sidestream.schedule.request import Request, State
 from sidestream.types import CachedTokens
 from sidestream_kv.types import FindPlan, LoadPlan, PromotePlan
@@ -154,6 +155,56 @@ def test_at_most_as_many_requests_wait_for_the_disk_as_there_are_rows() -> None:
         State.LOADING,
         State.RUNNING,
     ]  # the third computes what it could have waited for
+    world.run()
+
+
+def queue_behind(world: World, count: int) -> list[Request]:
+    """Requests with blocks on disk, behind requests that have all slots."""
+    for index in range(2):
+        world.submit(prompt(5, beginning=90 + 3 * index), outputs=8)
+    world.step()
+    requests = [world.submit(prompt(18, beginning=20 * index)) for index in range(count)]
+    for request in requests:
+        world.tiers.where.update(dict.fromkeys(world.keys_of(request)[:4], "disk"))
+    return requests
+
+
+def reading_ahead(blocks: int) -> Limits:
+    return Limits(block_tokens=4, chunk_tokens=8, token_budget=10, read_ahead_blocks=blocks)
+
+
+def test_a_request_in_the_queue_reads_its_blocks_before_it_has_a_slot() -> None:
+    world = World(num_rows=2, num_blocks=32, limits=reading_ahead(4))
+    [request] = queue_behind(world, 1)
+    assert world.step().transfers == (PromotePlan(request.id, 0, tuple(world.keys_of(request)[:4])),)
+    assert states([request]) == [State.LOADING] and request.slot is None
+    world.end_promotion(world.promotions[0], complete=True)
+    world.run()
+    assert request.cached == CachedTokens(disk=16) and request.promotions == 1
+
+
+def test_requests_in_the_queue_read_one_after_another_and_a_bounded_number_of_blocks() -> None:
+    world = World(num_rows=2, num_blocks=32, limits=reading_ahead(8))
+    requests = queue_behind(world, 4)
+    for count in (1, 2):
+        world.step()
+        assert [request.promotions for request in requests] == [1] * count + [0] * (4 - count)
+        world.end_promotion(world.promotions[0], complete=True)
+    world.step()
+    assert [request.promotions for request in requests] == [1, 1, 0, 0]  # 8 blocks are read ahead
+    world.run()
+    assert all(request.cached == CachedTokens(disk=16) for request in requests)
+
+
+def test_a_request_in_the_queue_asks_tiers_for_blocks_that_none_is_known_to_hold() -> None:
+    world = World(num_rows=2, num_blocks=32, limits=reading_ahead(8))
+    world.tiers.patience_s = 0.02
+    for index in range(2):
+        world.submit(prompt(5, beginning=90 + 3 * index), outputs=8).has_asked = True
+    world.step()
+    request = world.submit(prompt(18))
+    assert world.step().transfers == (FindPlan(request.id, 0, tuple(world.keys_of(request)[:4]), 0.02),)
+    world.answer(world.questions[0], found=0)
     world.run()
 
 

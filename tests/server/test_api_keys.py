@@ -295,3 +295,24 @@ def test_a_deadline_that_is_no_time_is_refused(value: str, shared: Served) -> No
         "/v1/completions", json={"model": "fake", "prompt": "hi"}, headers={"x-request-timeout": value}
     )
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "x-request-timeout")
+
+
+def test_a_response_is_stored_for_its_key_alone(file: Path) -> None:
+    file.write_text(table("ann") + table("bob"))
+    with serving(api_keys=file) as served:
+
+        def ask(key: str, **fields: Any) -> httpx.Response:
+            headers = {"authorization": f"Bearer {key}"}
+            return served.http.post("/v1/responses", json={"model": "fake", "input": "hi", **fields}, headers=headers)
+
+        name = ask("ann").json()["id"]
+        assert ask("ann", previous_response_id=name).status_code == 200
+        reply = ask("bob", previous_response_id=name)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (400, "previous_response_not_found")
+        for path in (name, f"{name}/input_items"):
+            for key, status in (("bob", 404), ("ann", 200)):
+                headers = {"authorization": f"Bearer {key}"}
+                assert served.http.get(f"/v1/responses/{path}", headers=headers).status_code == status
+        for key, status in (("bob", 404), ("ann", 200), ("ann", 404)):
+            headers = {"authorization": f"Bearer {key}"}
+            assert served.http.delete(f"/v1/responses/{name}", headers=headers).status_code == status

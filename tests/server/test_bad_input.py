@@ -230,7 +230,7 @@ def test_an_error_about_an_unknown_field_names_the_nearest_known_one(shared: Ser
     assert "did you mean temperature?" in shared.chat(temprature=1).json()["error"]["message"]
 
 
-@pytest.mark.parametrize("name", [*OTHER_SERVERS, "n_predicts", "prompt_cache", "optional", "streaming"])
+@pytest.mark.parametrize("name", [*OTHER_SERVERS, "n_predicts", "store_all", "optional", "streaming"])
 def test_an_error_about_another_servers_field_explains_it(shared: Served, name: str) -> None:
     """With `n_predict` taken for `prediction`, which has no effect, a client would lose its limit."""
     for reply in (shared.chat(**{name: 8}), shared.text(**{name: 8})):

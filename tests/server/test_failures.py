@@ -20,7 +20,7 @@ from proof.fake_backend import FakeBackend, FakeTokenizer, Script
 from sidestream.config import SamplingParams
 from sidestream.errors import ContextTooLong, EngineStopped, QueueFull, RequestRejected
 from sidestream.server import ServerOptions, create_app
-from sidestream.server.app import generate_all
+from sidestream.server.completions import generate_all
 from sidestream.server.fields import Call
 from sidestream.server.middleware import RequestRecord
 from sidestream.types import CachedTokens, Delta

@@ -17,7 +17,7 @@ from .serving import Served, head, serving
 BODY = b'{"model": "fake", "prompt": "hi"}'
 
 CANCELLED = Delta(0, "", (), (), "abort", 1, CachedTokens(), "the request was cancelled")
-OPERATIONS = ("/reset_prefix_cache", "/flush", "/pause", "/resume")
+OPERATIONS = ("/reset_prefix_cache", "/flush", "/pause", "/resume", "/update_weights_from_disk")
 
 
 @pytest.fixture
@@ -41,8 +41,9 @@ def test_without_an_admin_key_operations_are_off_and_the_error_names_it(api_key:
 
 @pytest.mark.parametrize("path", OPERATIONS)
 def test_the_admin_key_opens_operations_and_the_users_key_does_not(path: str) -> None:
+    opened = 415 if path == "/update_weights_from_disk" else 200  # it needs a body
     with serving(api_key="user", admin_key="admin") as served:
-        assert [_as(served, key, path).status_code for key in ("user", "wrong", "admin")] == [401, 401, 200]
+        assert [_as(served, key, path).status_code for key in ("user", "wrong", "admin")] == [401, 401, opened]
 
 
 def test_the_admin_key_opens_the_paths_of_users_which_it_does_not_close() -> None:
@@ -70,6 +71,18 @@ def test_replies_say_what_was_done(served: Served) -> None:
     assert post("/pause") == {"paused": True}
     assert served.http.get("/health").json()["detail"] == "paused"
     assert post("/resume") == {"paused": False}
+
+
+def test_new_weights_are_read_from_the_path_of_the_body(served: Served) -> None:
+    def post(body: object) -> httpx.Response:
+        return served.http.post(
+            "/update_weights_from_disk?timeout_s=9", json=body, headers={"authorization": "Bearer admin"}
+        )
+
+    assert post({"model_path": "/models/trained"}).json()["success"] is True
+    assert served.backend.model_paths == ["/models/trained"]
+    for body, param in (({"model_path": "missing"}, "model_path"), ({}, "model_path"), ({"path": "a"}, "path")):
+        assert (post(body).status_code, post(body).json()["error"]["param"]) == (400, param)
 
 
 def test_a_flush_that_takes_too_long_is_a_504_with_what_is_left(served: Served) -> None:

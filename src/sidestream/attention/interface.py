@@ -12,6 +12,8 @@ from typing import Protocol
 
 import torch
 
+from sidestream.attention.latent import LatentHeads
+
 
 def ungated(layer: int) -> None:
     """A `before_layer` callback that does nothing: for a batch that waits for no load."""
@@ -22,23 +24,35 @@ class KVShape:
     """Shape of a draft model's KV, and the number of the draft model's attention heads.
 
     The draft model's layers may have other sizes than the target model's layers, and use the same blocks.
+    `latent_dim`: see `KVLayout.latent_dim`.
     """
 
     num_layers: int
     kv_heads: int
     head_dim: int
     heads: int
+    latent_dim: int = 0
+
+    @property
+    def vectors(self) -> int:
+        """See `KVLayout.vectors`."""
+        return 1 if self.latent_dim else 2
+
+    @property
+    def value_dim(self) -> int:
+        """See `KVLayout.value_dim`."""
+        return self.latent_dim or self.head_dim
 
     def values(self, block_tokens: int) -> int:
         """Number of elements that the draft model's layers take in a block."""
-        return self.num_layers * 2 * block_tokens * self.kv_heads * self.head_dim
+        return self.num_layers * self.vectors * block_tokens * self.kv_heads * self.head_dim
 
     def at_the_end_of(self, kv: torch.Tensor) -> torch.Tensor:
-        """The draft model's KV, which lies at the end of each block of the pool `kv`: a view `[blocks, num_layers, 2,
-        block_tokens, kv_heads, head_dim]`.
+        """The draft model's KV, which lies at the end of each block of the pool `kv`: a view `[blocks, num_layers,
+        vectors, block_tokens, kv_heads, head_dim]`.
         """
         blocks, block_tokens = kv.shape[0], kv.shape[3]
-        shape = (self.num_layers, 2, block_tokens, self.kv_heads, self.head_dim)
+        shape = (self.num_layers, self.vectors, block_tokens, self.kv_heads, self.head_dim)
         return kv.view(blocks, -1)[:, -self.values(block_tokens) :].view(blocks, *shape)
 
 
@@ -51,7 +65,7 @@ class Attended(Protocol):
         ...
 
     def layer(self, index: int) -> torch.Tensor:
-        """One layer's part of the pool, `[blocks, 2, block_tokens, kv_heads, head_dim]`."""
+        """One layer's part of the pool, `[blocks, vectors, block_tokens, kv_heads, head_dim]`."""
         ...
 
     def attend(
@@ -65,6 +79,7 @@ class Attended(Protocol):
         sliding_window: int | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        latent: LatentHeads | None = None,
     ) -> torch.Tensor:
         """Write the batch's keys and values into the pool, then attend; returns `[T, heads, head_dim]`.
 
@@ -72,6 +87,9 @@ class Attended(Protocol):
         kv_heads; query head h reads kv head h // (heads / kv_heads). A query at position p sees positions
         `(p - sliding_window, p]`. `softcap` bounds the scores: softcap * tanh(score / softcap). sinks [heads]: for
         each query head, the score of one more key, whose value is zero, and which every query sees.
+
+        latent   matrices of a layer with latent attention: `key` is then each token's latent [T, 1, latent_dim] and
+                 `value` the rotated part of its key [T, 1, rotated_dim]; the result is `[T, heads, value_dim]`
         """
         ...
 
@@ -119,6 +137,7 @@ class AttentionSpec:
     """The sizes that an engine's attention backend must support.
 
     heads, kv_heads, head_dim, dtype   sizes and dtype of the model's attention
+    latent_dim     see `KVLayout.latent_dim`
     query_tokens   largest number of tokens that decode rows and short rows have together in one step
     draft          KV shape of a draft model that uses the same backend; None: no draft model
     """
@@ -130,6 +149,12 @@ class AttentionSpec:
     device: torch.device
     query_tokens: int
     draft: KVShape | None = None
+    latent_dim: int = 0
+
+    @property
+    def value_dim(self) -> int:
+        """See `KVLayout.value_dim`."""
+        return self.latent_dim or self.head_dim
 
 
 class AttentionBackend(Protocol):
@@ -169,7 +194,7 @@ class AttentionBackend(Protocol):
         ...
 
     def batch(self, kv: torch.Tensor, rows: BatchRows, before_layer: Callable[[int], None]) -> AttentionBatch:
-        """The batch of one step over the pool `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`.
+        """The batch of one step over the pool `[blocks, layers, vectors, block_tokens, kv_heads, head_dim]`.
 
         before_layer   is called with i before layer i of the pool is written or read
         """

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from sidestream.attention.interface import AttentionSpec, BatchRows, KVShape, ungated
+from sidestream.attention.latent import LatentHeads
 from sidestream.errors import InvariantError
 from sidestream_kv.device.kinds import on_host
 
@@ -73,9 +74,9 @@ class TorchAttention:
 class PagedBatch:
     """Location of a packed batch's KV in the block pool. Immutable; made once per step.
 
-    kv             the pool `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`, each block contiguous; index 0 of
-                   the third dimension is keys, index 1 values. The stride between blocks is a multiple of
-                   kv_heads * head_dim
+    kv             the pool `[blocks, layers, vectors, block_tokens, kv_heads, head_dim]`, each block contiguous; index
+                   0 of the third dimension is keys, index 1 values, or latents are all. The stride between blocks is a
+                   multiple of kv_heads * head_dim
     slot_mapping   int64 [T]: block_id * block_tokens + offset of each packed token, all different
     block_tables   int64 [B, max_blocks], padded with 0
     cu_seqlens_q   B + 1 offsets of the rows into the packed tokens
@@ -101,7 +102,7 @@ class PagedBatch:
         object.__setattr__(self, "_addresses", _Addresses(self))
 
     def layer(self, index: int) -> torch.Tensor:
-        """One layer's part of the pool, `[blocks, 2, block_tokens, kv_heads, head_dim]`."""
+        """One layer's part of the pool, `[blocks, vectors, block_tokens, kv_heads, head_dim]`."""
         return self.kv[:, index]
 
     def with_kv_shape(self, shape: KVShape) -> PagedBatch:
@@ -110,6 +111,9 @@ class PagedBatch:
     def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
         self.before_layer(layer)
         pool = self._addresses.pool_from(layer)
+        if self.kv.shape[2] == 1:
+            pool.index_copy_(0, self._addresses.written_keys, torch.cat((key, value), dim=-1))
+            return
         pool.index_copy_(0, self._addresses.written_keys, key)
         pool.index_copy_(0, self._addresses.written_values, value)
 
@@ -124,10 +128,12 @@ class PagedBatch:
         sliding_window: int | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        latent: LatentHeads | None = None,
     ) -> torch.Tensor:
         return paged_attention(
-            query, key, value, layer, self, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks
-        )
+            query, key, value, layer, self,
+            scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks, latent=latent,
+        )  # fmt: skip
 
 
 def paged_attention(
@@ -141,36 +147,45 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    latent: LatentHeads | None = None,
 ) -> torch.Tensor:
     """Write the batch's keys and values into the pool, then attend; returns `[T, heads, head_dim]`.
 
     query [T, heads, head_dim] · key, value [T, kv_heads, head_dim], in the pool's dtype. heads is a multiple of
     kv_heads; query head h reads kv head h // (heads / kv_heads). A query at position p sees positions `(p -
-    sliding_window, p]`. For `softcap` and `sinks`, see `Attended.attend`. Runs on the calling thread; one call at a
-    time per batch.
+    sliding_window, p]`. For `softcap`, `sinks` and `latent`, see `Attended.attend`. Runs on the calling thread; one
+    call at a time per batch.
     """
     batch.write(key, value, layer)
     addresses = batch._addresses
-    visible = addresses.visible(sliding_window, query.dtype, heads_per_kv_head=query.shape[1] // key.shape[1])
+    vectors, _, kv_heads, width = batch.layer(layer).shape[1:]
+    visible = addresses.visible(sliding_window, query.dtype, heads_per_kv_head=query.shape[1] // kv_heads)
     blocks = addresses.block_view_from(layer).index_select(0, visible.block_starts)
-    keys_and_values = blocks.view(2, 1, -1, *key.shape[1:]).transpose(2, 3).unbind()
-    row_keys, row_values = ([part[:, :, a:b] for a, b in visible.token_ranges] for part in keys_and_values)
+    parts = blocks.view(vectors, 1, -1, kv_heads, width).transpose(2, 3).unbind()
+    row_keys, row_values = ([part[:, :, a:b] for a, b in visible.token_ranges] for part in (parts[0], parts[-1]))
     out = []
     if batch.num_decode:
         # The query heads that share a KV head become queries of one head, so no key is repeated. No mask is needed,
         # because the only query of a decode row sees all tokens of the row's range.
-        grouped = query[: batch.num_decode].reshape(batch.num_decode, 1, key.shape[1], -1, query.shape[-1]).unbind()
+        q = query[: batch.num_decode] if latent is None else latent.absorb(query[: batch.num_decode])
+        grouped = q.reshape(batch.num_decode, 1, kv_heads, -1, width).unbind()
         decoded = [
             _attend(q, k, v, None, scale, softcap, sinks)
             for q, k, v in zip(grouped, row_keys, row_values, strict=False)
         ]
-        out.append(torch.cat(decoded).view(batch.num_decode, *query.shape[1:]))
+        attended = torch.cat(decoded).view(q.shape)
+        out.append(attended if latent is None else latent.project(attended))
     for row, mask in enumerate(visible.masks, batch.num_decode):
-        q = query[batch.cu_seqlens_q[row] : batch.cu_seqlens_q[row + 1]]
+        q, keys, values = query[batch.cu_seqlens_q[row] : batch.cu_seqlens_q[row + 1]], row_keys[row], row_values[row]
+        if latent is not None and latent.expands(q, keys.shape[2]):
+            out.append(_attend_expanded(q, keys[0, 0], mask[: len(q)], latent, scale, softcap, sinks))
+            continue
+        q = q if latent is None else latent.absorb(q)
         by_head = q.transpose(0, 1)
-        stacked = by_head.reshape(key.shape[1], -1, q.shape[-1]) if len(q) <= _FEW_QUERIES else by_head
-        row_output = _attend(stacked[None], row_keys[row], row_values[row], mask, scale, softcap, sinks)
-        out.append(row_output.reshape(by_head.shape).transpose(0, 1).contiguous())
+        stacked = by_head.reshape(keys.shape[1], -1, q.shape[-1]) if len(q) <= _FEW_QUERIES else by_head
+        row_output = _attend(stacked[None], keys, values, mask, scale, softcap, sinks)
+        attended = row_output.reshape(by_head.shape).transpose(0, 1).contiguous()
+        out.append(attended if latent is None else latent.project(attended))
     return out[0] if len(out) == 1 else torch.cat(out)
 
 
@@ -193,19 +208,19 @@ class _VisibleKV:
 class _Addresses:
     """Location of one batch's tokens in the pool, shared by all layers.
 
-    The pool is viewed as a list of entries. An entry is one token's keys, or its values, in one layer. In every layer,
+    The pool is viewed as a list of entries. An entry is one token's keys, values or latent in one layer. In all layers,
     a token's entries have the same distance from the layer's first entry, so all layers use the same indices.
     """
 
     def __init__(self, batch: PagedBatch) -> None:
-        blocks, layers, _, self._block_tokens, kv_heads, head_dim = batch.kv.shape
+        blocks, layers, self._vectors, self._block_tokens, kv_heads, head_dim = batch.kv.shape
         width = kv_heads * head_dim
         self._block_entries, remainder = divmod(batch.kv.stride(0), width)
         if remainder:
             raise InvariantError(
                 f"the block stride is {batch.kv.stride(0)} elements: not a multiple of the {width} elements of a token"
             )
-        entries = (blocks - 1) * self._block_entries + layers * 2 * self._block_tokens
+        entries = (blocks - 1) * self._block_entries + layers * self._vectors * self._block_tokens
         self._pool = batch.kv.as_strided((entries, kv_heads, head_dim), (width, head_dim, 1))
         # A view whose items overlap: item i is the `block_tokens` pool entries from entry i on. If entry i is the first
         # key of a block, item i is all keys of the block. The same is true of values.
@@ -225,13 +240,13 @@ class _Addresses:
 
     def pool_from(self, layer: int) -> torch.Tensor:
         """The pool's entries from the layer's first entry on: `[entries, kv_heads, head_dim]`."""
-        return self._pool[layer * 2 * self._block_tokens :]
+        return self._pool[layer * self._vectors * self._block_tokens :]
 
     def block_view_from(self, layer: int) -> torch.Tensor:
         """A view `[entries, block_tokens, kv_heads, head_dim]` of the pool from the layer's first entry on. Item i is
         the `block_tokens` entries from entry i on.
         """
-        return self._blocks[layer * 2 * self._block_tokens :]
+        return self._blocks[layer * self._vectors * self._block_tokens :]
 
     def visible(self, window: int | None, dtype: torch.dtype, *, heads_per_kv_head: int) -> _VisibleKV:
         """The KV that each row sees with the sliding window `window`. Results are cached by window alone, because all
@@ -258,7 +273,8 @@ class _Addresses:
                 mask = _causal_mask(positions, query_len, window, dtype)
                 masks.append(mask.repeat(heads_per_kv_head, 1) if query_len <= _FEW_QUERIES else mask)
         keys = torch.cat(block_starts)
-        return _VisibleKV(torch.cat((keys, keys + size)), token_ranges, tuple(masks))
+        starts = torch.cat([keys + vector * size for vector in range(self._vectors)])
+        return _VisibleKV(starts, token_ranges, tuple(masks))
 
 
 def _causal_mask(positions: torch.Tensor, query_len: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
@@ -268,6 +284,23 @@ def _causal_mask(positions: torch.Tensor, query_len: int, window: int | None, dt
         hidden |= positions <= queries - window
     # Additive, not boolean: scaled_dot_product_attention would convert a boolean mask again in every layer.
     return torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, float("-inf"))
+
+
+def _attend_expanded(
+    query: torch.Tensor,
+    latents: torch.Tensor,
+    mask: torch.Tensor,
+    latent: LatentHeads,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of one row's queries `[n, heads, size]` over the keys and values of its latents `[m, width]`."""
+    keys, values = latent.expand(latents)
+    value_dim = values.shape[-1]
+    wide = pad(values, (0, keys.shape[-1] - value_dim))
+    attended = _attend(query.transpose(0, 1)[None], keys[None], wide[None], mask, scale, softcap, sinks)
+    return attended[0, ..., :value_dim].transpose(0, 1)
 
 
 def _attend(

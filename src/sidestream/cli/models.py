@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from sidestream.cli.declare import Command, Group
+from sidestream.cli.declare import Command, Group, option, whole
 from sidestream.cli.loading import prepare_model
-from sidestream.cli.options import DEMO_MODEL, AsJson
+from sidestream.cli.options import DEMO_MODEL, AsJson, Model
 from sidestream.cli.train import train_mtp
 
 app = typer.Typer(
-    cls=Group, help="List the models that can be fetched by name; prepare a model.", invoke_without_command=True
+    cls=Group,
+    help="List the models that can be fetched by name; prepare or check one.",
+    invoke_without_command=True,
 )
 
 
@@ -53,7 +57,69 @@ def prepare(
     )
 
 
+@app.command(cls=Command)
+def check(
+    model: Model,
+    device: Annotated[str, option("--device", "DEVICE", "cpu, cuda, or auto: cuda if a GPU is usable.")] = "auto",
+    dtype: Annotated[str, option("--dtype", "TYPE", "auto, float32, float16 or bfloat16.")] = "auto",
+    tensor_parallel: Annotated[int, option("--tensor-parallel", "N", "Number of ranks.", parse=whole)] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Say whether a model is served, how, and what memory it needs. Reads its config and the headers of its files.
+
+    A model that is not served is an error that gives the reason. What the weights compute is checked when they are
+    loaded.
+    """
+    from sidestream.models.catalog import resolve
+    from sidestream.models.facts import facts_of
+    from sidestream_kv.device.choice import torch_device
+
+    chosen = torch_device(device)
+    path = model if Path(model).is_dir() else resolve(model)  # a config alone is enough
+    facts = facts_of(path, dtype=dtype, device=chosen, ranks=tensor_parallel)
+    free = _free_bytes(chosen)
+    if as_json:
+        print(json.dumps({"model": model, "device": chosen.type, "free_bytes": free, **dataclasses.asdict(facts)}))
+        return
+    kind = f"{facts.kind}, the text part of {facts.text_of}" if facts.text_of else facts.kind
+    stored = f"quantised by {facts.quantisation}, else {facts.stored}" if facts.quantisation else facts.stored
+    size = "of unknown size: its files are not here" if facts.weights_bytes is None else _gib(facts.weights_bytes)
+    rows = [
+        ("kind", f"{kind}; up to {facts.max_positions:,} tokens"),
+        ("weights", f"{size}, stored as {stored}"),
+        ("computes in", f"{facts.dtype}, {facts.reason}"),
+        ("KV", f"{facts.token_bytes:,} bytes a token, so 1 GiB has {(1 << 30) // facts.token_bytes:,} tokens"),
+    ]
+    if facts.state_bytes:
+        rows.append(("state", f"{facts.state_bytes:,} bytes a request"))
+    if facts.weights_bytes is not None and free is not None:
+        share = facts.weights_bytes // tensor_parallel
+        room = max(0, free - share) // facts.token_bytes
+        fits = f"room for the KV of {room:,} tokens" if share < free else f"too little for the weights, {_gib(share)}"
+        rows.append((f"{chosen.type} memory", f"{_gib(free)} free: {fits}"))
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"[green]served[/green]: {model}")
+    for name, text in rows:
+        console.print(f"  {name:<12} {text}")
+
+
 app.command("train-mtp", cls=Command)(train_mtp)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def _free_bytes(device: Any) -> int | None:
+    """Memory that weights and KV can take on this device; None: unknown."""
+    from sidestream_kv.device.kinds import on_host
+    from sidestream_kv.device.machine import available_bytes
+
+    if on_host(device):
+        return available_bytes()
+    import torch
+
+    return int(torch.cuda.mem_get_info(device)[0])
 
 
 def _rows() -> list[dict[str, object]]:

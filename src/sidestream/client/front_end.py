@@ -323,6 +323,13 @@ class FrontEnd:
         query = PrefixQuery.of(await asyncio.to_thread(ids_of, prompt, self.tokenizer), cache_salt, tier=tier)
         return (await self._on_prefix("drop_prefix", query))[0].tiers
 
+    async def close_session(self, session: str, *, cache_salt: str = "") -> CachedPrefix | None:
+        """Forget a session (`CacheOptions.session`): the KV of its last request is evicted first, unless a pin holds
+        it. Returns what was held, by tier; None: there is no such session.
+        """
+        query = PrefixQuery(name=session, cache_salt=cache_salt.encode("utf-8", "surrogatepass"))
+        return next(iter(await self._on_prefix("close_session", query)), None)
+
     async def hand_over_prefix(self, prompt: Prompt, *, cache_salt: str = "") -> int:
         """Wait until a store that engines share holds the KV of the prompt's whole blocks, at most 5 s: then another
         engine can load it. Returns the number of tokens whose KV is there. Raises RequestRejected if the engine has no
@@ -341,6 +348,17 @@ class FrontEnd:
         """
         self._check_open()
         await self.client.operate("pause")
+
+    async def update_weights(self, path: str, *, timeout_s: float = 600.0) -> None:
+        """Replace the weights by those of a checkpoint of the same architecture: a directory, a hub id, or a name that
+        `sidestream models` lists. Requests that have begun end with the old weights, others wait. All KV of the old
+        weights becomes unreachable. Tokenizer and sampling defaults stay.
+
+        Raises RequestRejected, and changes nothing, if the checkpoint cannot be read or does not fit. Raises
+        CallTimeout after `timeout_s`; the weights may still be replaced. Raises EngineStopped.
+        """
+        self._check_open()
+        await self.client.operate("update_weights", timeout_s=timeout_s, name=path)
 
     async def resume(self) -> None:
         """End a `pause`. Idempotent. Raises EngineStopped and CallTimeout."""

@@ -61,6 +61,7 @@ def build_engine(
     ranks: Ranks | None = None,
     group: Group | None = None,
     grammars: Grammars | None = None,
+    read_weights: Callable[[str], tuple[Callable[[], None], str]] | None = None,
     tell: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Engine:
     """Allocate the pools, open the tiers, warm the device up, start the engine. Raises ConfigError, after closing
@@ -80,6 +81,7 @@ def build_engine(
     ranks     the other ranks, each with a follower of `build_follower`; `model` is rank 0's share
     group     collectives among the ranks; None: there is one rank
     grammars  compiles the forms of answers; None: structured outputs are refused
+    read_weights  see `Parts`
     tell      progress callback: gets the current activity, its steps done, and its steps in total (0 and 0: unknown)
     """
     on_gpu = (torch_device(config.device) if device is None else device.torch_device).type == CUDA
@@ -108,6 +110,7 @@ def build_engine(
             defaults=defaults,
             timeline=timeline,
             grammars=grammars,
+            read_weights=read_weights,
         )
         undo.pop_all()
     if ranks is not None:
@@ -160,6 +163,7 @@ def _build_parts(
     defaults: SamplingDefaults,
     timeline: Timeline | None,
     grammars: Grammars | None,
+    read_weights: Callable[[str], tuple[Callable[[], None], str]] | None,
 ) -> Parts:
     """All parts of the engine: the parts of rank 0, and the parts that plan the work of every rank. `device`: the joint
     device of all ranks, or the device of the only rank.
@@ -196,6 +200,7 @@ def _build_parts(
         kv_events=events,
         self_check=plan.config.self_check,
         grammars=grammars,
+        read_weights=read_weights,
     )
 
 
@@ -236,6 +241,7 @@ def _build_scheduler(
             target_gap_s=sizes.target_gap_s,
             state_interval=config.state_interval // model.layout.block_tokens,
             window=model.layout.window,
+            read_ahead_blocks=rank.tiers.host.num_slots // 4 if rank.tiers is not None and rank.tiers.persistent else 0,
         ),
         blocks=rank.blocks,
         slots=FencedPool("rows", sizes.max_running, tracer=plan.device.tracer),

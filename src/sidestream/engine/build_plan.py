@@ -289,6 +289,7 @@ def _attention_spec(
         device=device,
         query_tokens=sizes.max_running * (1 + max_drafts) + SHORT_TOKENS,
         draft=proposer.shape if isinstance(proposer, DraftModelProposer) else None,
+        latent_dim=layout.latent_dim,
     )
 
 

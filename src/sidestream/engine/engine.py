@@ -55,7 +55,7 @@ class Engine:
             metrics=parts.metrics,
             serving=self.serving,
             clock=parts.device.now,
-            on_end=self.history.ended,
+            on_end=self._ended,
         )
         self._failures = Failures(
             serving=self.serving, inbox=parts.inbox, streams=self.streams, scheduler=parts.scheduler
@@ -65,6 +65,7 @@ class Engine:
             parts,
             serving=self.serving,
             cancel=self.streams.cancel,
+            replace=self.update_weights,
             on_reset=self.history.reset,
             call=self.call,
             wait_a_turn=self._wait_a_turn,
@@ -166,6 +167,7 @@ class Engine:
             grammar=None if grammar is None else grammar.copy(),
             name=name,
             cache_salt=checked.cache_salt,
+            cache=params.cache,
             sampling=params.spec(seed=checked.seed + index, eos_ids=parts.eos_ids, defaults=parts.defaults),
             max_outputs=checked.max_outputs,
             stop_ids=frozenset(
@@ -175,6 +177,11 @@ class Engine:
             priority=checked.priority,
             max_drafts=parts.max_drafts if params.max_drafts is None else min(params.max_drafts, parts.max_drafts),
         )
+
+    def _ended(self, stream: OutputStream, now_s: float) -> None:
+        self.history.ended(stream, now_s)
+        if stream.request.cache is not None:
+            self.prefixes.sessions.ended(stream, now_s)
 
     def on_kv_events(self, on_batch: OnBatch) -> None:
         """Call `on_batch` for every batch of KV events from now on. Raises ConfigError if KV events are off."""
@@ -260,10 +267,9 @@ class Engine:
         """Let `apply` replace the model's weights as soon as no request uses them. Returns at once, with an event that
         is set when the weights were replaced.
 
-        Requests that have begun end with the old weights; other requests wait and begin with the new weights.
-        `fingerprint` identifies the new weights, like `PagedModel.fingerprint`. Afterwards, no old block is reachable
-        in any tier. Transfers in flight complete, but publish no block (hazards H8, H14). `apply` runs on the engine
-        thread, between two steps; if it raises, the engine fails. Raises ConfigError if several ranks share the model.
+        Requests that have begun end with the old weights; others wait for the new ones, which `fingerprint` identifies.
+        Afterwards, no old block is reachable in any tier (hazards H8, H14). `apply` runs on the engine thread; if it
+        raises, the engine fails. Raises ConfigError if several ranks share the model.
         """
         if (ranks := self.parts.ranks) is not None:
             raise ConfigError(f"weights cannot be replaced while {ranks.size} ranks share them: start a new engine")

@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from sidestream.models.draft import attach_draft
 from sidestream.models.generation import sampling_defaults
 from sidestream.models.loader import cache_parts, config_directory, default_block_tokens_of
 from sidestream.models.mtp import attach_head
+from sidestream.models.replacement import check_replaces, take_weights
 from sidestream.processes.child import CLOSE_S
 from sidestream.processes.garbage import freeze_gc_heap
 from sidestream.processes.progress import start_lines
@@ -167,6 +169,7 @@ class LoadedEngine:
             ranks=None if self._processes is None else self._processes.transport.ranks,
             group=group,
             grammars=_grammars(self.tokenizer, loaded.vocab_size),
+            read_weights=partial(self._read_weights, loaded, device),
             tell=on_stage,
         )
         if self._processes is not None:
@@ -177,6 +180,22 @@ class LoadedEngine:
                 engine.close()
                 raise
         return engine
+
+    def _read_weights(self, served: PagedModel, device: torch.device, path: str) -> tuple[Callable[[], None], str]:
+        """The function that gives `served` the weights of another checkpoint, and their fingerprint. Raises ModelError
+        and ConfigError.
+        """
+        if self.config.speculative is not None and self.config.speculative.proposer == "mtp":
+            raise ConfigError("a head for multi-token prediction belongs to its weights: start a new engine")
+        other = load_model(
+            resolve(path),
+            dtype=self.config.dtype,
+            block_tokens=self.config.block_tokens,
+            device=device,
+            max_model_len=self.config.max_model_len,
+        )
+        check_replaces(served, other)
+        return partial(take_weights, served, other), other.fingerprint
 
     def close(self, *, drain_s: float = 0.0) -> None:
         """Wait up to `drain_s` seconds for running requests and abort the others. Then store all complete blocks and

@@ -1,22 +1,26 @@
-"""What operators do with a running engine: flush and reset the KV cache, pause the admission of requests, and cancel
-requests by name.
+"""What operators do with a running engine: flush and reset the KV cache, pause the admission of requests, cancel
+requests by name, and replace the weights.
 
 Any thread except the engine thread may call it; several may do so at the same time.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from sidestream.engine.inbox import ServingState
 from sidestream.engine.parts import Parts
-from sidestream.errors import CallTimeout, EngineStopped, InvariantError, RequestRejected
+from sidestream.errors import CallTimeout, ConfigError, EngineStopped, InvariantError, ModelError, RequestRejected
 from sidestream.types import Flushed
 from sidestream_kv.types import DEVICE, HOST
 
 # Polling interval of reset_prefix_cache().
 _FORGETTING_POLL_S = 0.0005
+# The same of update_weights().
+_WEIGHTS_POLL_S = 0.005
 # Time that the engine thread has for one turn in `flush`, even at the end of the timeout.
 _TURN_S = 1.0
 
@@ -31,6 +35,7 @@ class Operations:
     """The operations of one engine.
 
     cancel        `OutputStreams.cancel`
+    replace       `Engine.update_weights`
     on_reset      called when the cache on the device was reset
     call          `Engine.call`
     wait_a_turn   lets the engine work for so many seconds
@@ -43,6 +48,7 @@ class Operations:
         *,
         serving: ServingState,
         cancel: Callable[[str], int],
+        replace: Callable[..., threading.Event],
         on_reset: Callable[[], None],
         call: Call,
         wait_a_turn: Callable[[float], None],
@@ -51,6 +57,8 @@ class Operations:
         self._parts = parts
         self._serving = serving
         self._cancel = cancel
+        self._replace = replace
+        self._reading = threading.Lock()
         self._on_reset = on_reset
         self._call = call
         self._wait_a_turn = wait_a_turn
@@ -70,6 +78,8 @@ class Operations:
                 self.pause(timeout_s=timeout_s)
             case "resume":
                 self.resume(timeout_s=timeout_s)
+            case "update_weights":
+                self.update_weights(name or "", timeout_s=timeout_s)
             case "cancel":
                 return {"cancelled": self.cancel(name or "", timeout_s=timeout_s)}
             case _:
@@ -157,6 +167,43 @@ class Operations:
         ended: list[int] = []
         self._call(lambda: ended.append(self._cancel(name)), timeout_s=timeout_s)
         return ended[0]
+
+    def update_weights(self, path: str, *, timeout_s: float = 600.0) -> None:
+        """Replace the weights by those of a checkpoint of the same architecture, and block until it is done. Requests
+        that have begun end with the old weights, which takes as long as their answers; others wait. All KV of the old
+        weights becomes unreachable.
+
+        Raises RequestRejected, and changes nothing, if the checkpoint cannot be read or does not fit, and if the engine
+        cannot replace its weights. Raises CallTimeout after `timeout_s`, if the requests that have begun take longer:
+        the weights will still be replaced. Raises EngineStopped.
+        """
+        read, device = self._parts.read_weights, self._parts.device
+        if read is None or self._parts.ranks is not None:
+            why = "it was built without a checkpoint" if read is None else "several ranks share them"
+            raise RequestRejected(f"this engine cannot replace its weights, because {why}: start a new one")
+        until_s = device.now() + timeout_s
+        with self._reading:  # two checkpoints beside the old weights would take too much memory
+            try:
+                apply, fingerprint = read(path)
+            except (ModelError, ConfigError) as error:
+                raise RequestRejected(f"the weights stay as they are: {error}", param="model_path") from error
+            done = self._replace(partial(self._take_weights, apply), fingerprint=fingerprint)
+            while not done.is_set():
+                if not self._is_alive():
+                    raise EngineStopped("the weights were not replaced, because the engine has stopped")
+                if device.now() >= until_s:
+                    raise CallTimeout(
+                        f"requests that use the old weights did not end within {timeout_s:g} s: the new weights are "
+                        "read, and taken when they have ended"
+                    )
+                self._wait_a_turn(_WEIGHTS_POLL_S)
+
+    def _take_weights(self, apply: Callable[[], None]) -> None:
+        """Take read weights, on the engine thread: no request runs, so nothing waits for this."""
+        fence = self._parts.executor.enqueue(apply, label="new weights")
+        self._parts.device.wait_host(fence, reason="new weights")
+        if fence.failure is not None:  # rule: weights-that-were-not-taken-end-the-engine
+            raise fence.failure
 
     def _set_paused(self, *, paused: bool) -> None:
         if paused:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sidestream.config import SamplingDefaults
@@ -39,6 +40,8 @@ class Parts:
     kv_events     publishes which blocks can be reused; None: no events
     self_check    share of steps that run twice
     grammars     compiles the forms of answers; None: the engine has no tokenizer, and refuses structured outputs
+    read_weights  reads a checkpoint, and returns work for the compute stream that takes its weights, and its
+                  fingerprint. None: the engine was built without a checkpoint
     watchdog_timeout_s  seconds after which a turn of the engine thread counts as hanging
     """
 
@@ -66,4 +69,5 @@ class Parts:
     kv_events: KVEvents | None = None
     self_check: float = 0.0
     grammars: Grammars | None = None
+    read_weights: Callable[[str], tuple[Callable[[], None], str]] | None = None
     watchdog_timeout_s: float = math.inf

@@ -1,9 +1,8 @@
 """Operations on prefixes in the KV cache: pin them, end their pins, prefetch, list and drop them. Any thread except the
 engine thread may call them.
 
-Pins hold in host memory and in the persistent tiers, from which a block comes back to the device; they hold on the
-device only if the engine has no other tier. They belong to the keys of blocks, so they end with a reset and with new
-weights, and a new process has none. Other ranks follow rank 0's tiers, so a pin needs no message to them.
+Pins belong to the keys of blocks, so they end with a reset and with new weights, and a new process has none. Other
+ranks follow rank 0's tiers, so a pin needs no message to them.
 """
 
 from __future__ import annotations
@@ -11,23 +10,23 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 
+from sidestream.config import MAX_TTL_S
 from sidestream.engine.operations import Call
 from sidestream.engine.parts import Parts
+from sidestream.engine.sessions import Sessions
 from sidestream.engine.stats import Asked, CacheHistory
+from sidestream.engine.tier_pins import TierPins
 from sidestream.errors import CallTimeout, EngineStopped, InvariantError, RequestRejected
 from sidestream.types import CachedPrefix, PrefixQuery
-from sidestream_kv.kv.pins import PIN_SHARE, Pin, Pins
+from sidestream_kv.kv.pins import PIN_SHARE
 from sidestream_kv.offload.tiers.base import SharedTier
 from sidestream_kv.types import DEVICE, HOST, Key
 
 MOST_LISTED = 1000
 """Upper bound of the number of listed prefixes."""
-MAX_TTL_S = 7 * 86_400.0
-"""Upper bound of the time for which a pin lasts."""
 # Polling interval of a drop from the tiers.
 _POLL_S = 0.0005
 # How long a prompt's blocks may take to reach a shared tier, and how often that is looked at.
@@ -59,26 +58,14 @@ class Prefixes:
         self._call = call
         self._store_again = store_again
         self._is_alive = is_alive
-        clock = parts.device.now
-        self._pins: dict[str, Pins] = {}
-        self._of_states: Pins | None = None  # without tiers: pins of checkpoints on the device
-        if (tiers := parts.tiers) is not None:
-            pool = tiers.host.pool
-            self._pins[HOST] = pool.pins = Pins(clock=clock, size=lambda: pool.size)
-            for name, tier in tiers.persistent.items():
-                entries = partial(int, tier.index.max_entries)
-                self._pins[name] = tier.index.prefix_pins = Pins(clock=clock, size=entries)
-            return
-        blocks = parts.blocks
-        self._pins[DEVICE] = blocks.pins = Pins(clock=clock, size=lambda: blocks.size)
-        if (states := parts.states) is not None:
-            self._of_states = states.pins = Pins(clock=clock, size=lambda: states.size)
+        self._pins = TierPins(parts)
+        self.sessions = Sessions(parts, self._pins)
 
     def run(self, operation: str, query: PrefixQuery, *, timeout_s: float) -> Sequence[CachedPrefix]:
-        """Carry out `pin_prefix`, `unpin_prefix`, `prefetch_prefix`, `cached_prefixes`, `drop_prefix` or
-        `hand_over_prefix`; see these methods of `LLM` and `FrontEnd`. Returns the prefixes of which it tells: the one
-        that was pinned, read or dropped, those whose pin ended, the listed ones. Raises RequestRejected, CallTimeout
-        and EngineStopped.
+        """Carry out `pin_prefix`, `unpin_prefix`, `prefetch_prefix`, `cached_prefixes`, `drop_prefix`, `close_session`
+        or `hand_over_prefix`; see these methods of `LLM` and `FrontEnd`. Returns the prefixes of which it tells: the
+        one that was pinned, read or dropped, those whose pin or session ended, the listed ones. Raises RequestRejected,
+        CallTimeout and EngineStopped.
         """
         match operation:
             case "pin_prefix":
@@ -91,6 +78,8 @@ class Prefixes:
                 return self._listed(min(query.limit, MOST_LISTED))
             case "drop_prefix":
                 return [self._drop(query, timeout_s)]
+            case "close_session":
+                return self._close_session(query, timeout_s)
             case "hand_over_prefix":
                 return [self._hand_over(query, min(timeout_s, _HAND_OVER_S))]
             case _:
@@ -117,7 +106,7 @@ class Prefixes:
             num_tokens = len(keys) * self._size
             message = f"none of the {num_tokens} tokens in whole blocks is cached: send them as a request first"
             raise RequestRejected(message, param="prompt")
-        fullest = max(self._pins.values(), key=lambda pins: pins.room)
+        fullest = self._pins.fullest
         raise RequestRejected(
             f"pins hold {len(fullest.held)} of at most {fullest.room} blocks ({PIN_SHARE:.0%} of the tier), and this "
             f"prefix has {pinned[0].tokens // self._size}: end other pins, or pin a shorter prefix",
@@ -131,14 +120,11 @@ class Prefixes:
         if not found:
             return CachedPrefix("", 0, {})
         name, ttl_s, hint = found[-1], query.ttl_s, query.hint
-        # Lists all tiers, because a pin in one of them is of use without the others.
-        held = [pins.add(name, [*found, *state_parts], ttl_s=ttl_s, hint=hint) for pins in self._pins.values()]
-        if self._of_states is not None:
-            self._of_states.add(name, [name], ttl_s=ttl_s, hint=hint)
-        if any(held) and parts.tiers is not None:
+        held = self._pins.add(found, state_parts, ttl_s=ttl_s, hint=hint)
+        if held and parts.tiers is not None:
             host = parts.tiers.host.pool
             self._store_again([key for key in found if host.get(key) is None])
-        return self._prefix(name, found, ttl_s=ttl_s if any(held) else None, hint=hint)
+        return self._prefix(name, found, ttl_s=ttl_s if held else None, hint=hint)
 
     def _prefetch(self, query: PrefixQuery, timeout_s: float) -> CachedPrefix:
         keys, cached = self._keys(query), list[CachedPrefix]()
@@ -154,16 +140,26 @@ class Prefixes:
         return cached[0]
 
     def _unpin(self, query: PrefixQuery) -> list[CachedPrefix]:
-        pinned = self._pinned()
+        pinned = self._pins.pinned()
         if query.name:
             named = [key for key in pinned if key.hex() == query.name]
         else:  # the pin has the longest part of the prompt that was cached
             named = [key for key in reversed(self._keys(query)) if key in pinned][:1]
         ended = [self._prefix(key, pinned[key].keys) for key in named]
         for key in named:
-            for pins in self._all_pins():
-                pins.end(key)
+            self._pins.end(key)
         return ended
+
+    def _close_session(self, query: PrefixQuery, timeout_s: float) -> list[CachedPrefix]:
+        closed: list[CachedPrefix] = []
+        salt = query.cache_salt.decode("utf-8", "surrogatepass")
+
+        def close() -> None:
+            if keys := self.sessions.close(query.name, cache_salt=salt):
+                closed.append(self._prefix(keys[-1], keys))
+
+        self._call(close, timeout_s=timeout_s)
+        return closed
 
     # ------------------------------------------------------------------ lists and drops
 
@@ -171,7 +167,7 @@ class Prefixes:
         """The pinned prefixes, then the most used ones, of which some request shared the tokens with another. Takes
         0.2 s of the calling thread if the history is full.
         """
-        now_s, pinned = self._parts.device.now(), self._pinned()
+        now_s, pinned = self._parts.device.now(), self._pins.pinned()
         version = self._parts.scheduler.keys_version
         known = [one for one in self._history.requests() if one.cache[1] == version]
         uses: Counter[Key] = Counter()
@@ -214,13 +210,9 @@ class Prefixes:
 
         def drop() -> None:
             part_keys = parts.scheduler.part_keys(keys)
-            for tier, pins in self._pins.items():
-                if query.tier in (None, tier):
-                    pins.forget((*keys, *part_keys))
+            self._pins.forget(keys, part_keys, query.tier)
             if query.tier in (None, DEVICE):
                 dropped.append({DEVICE: parts.scheduler.drop(keys)})
-                if self._of_states is not None:
-                    self._of_states.forget(keys)
             if parts.transfers is not None and query.tier != DEVICE:
                 tiers = None if query.tier is None else (query.tier,)
                 dropped.append(parts.transfers.forget((*keys, *part_keys), tiers))
@@ -278,18 +270,6 @@ class Prefixes:
 
     def _first_tokens(self, request: Asked, num_blocks: int) -> tuple[int, ...]:
         return tuple(request.tokens[: min(num_blocks * self._size, _TOKENS_SHOWN)])
-
-    def _all_pins(self) -> list[Pins]:
-        return [*self._pins.values(), *(() if self._of_states is None else (self._of_states,))]
-
-    def _pinned(self) -> dict[Key, Pin]:
-        """The pins by name; of a prefix that is pinned in several tiers, the one that lasts longest."""
-        found: dict[Key, Pin] = {}
-        for pins in self._pins.values():
-            for name, pin in pins.all().items():
-                if name not in found or found[name].until_s < pin.until_s:
-                    found[name] = pin
-        return found
 
     def _keys(self, query: PrefixQuery) -> list[Key]:
         """Keys of the query's whole blocks; at least one."""

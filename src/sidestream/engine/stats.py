@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from sidestream.engine.output_stream import OutputStream
 from sidestream.engine.parts import Parts
+from sidestream.engine.tier_log import TierLog
 from sidestream.runner.executor import LaunchedStep
 from sidestream.runner.mailbox import Compared, Delivered
 from sidestream.schedule.request import Lookup
@@ -157,6 +158,7 @@ class Gauges:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._next_s = 0.0
+        self._tiers = TierLog(parts)
 
     def due_in_s(self) -> float:
         """Seconds until the next update is due."""
@@ -186,6 +188,8 @@ class Gauges:
             metrics.set("tier_bytes", gauge.num_bytes, gauge.name)
             if gauge.ready_bytes is not None:
                 metrics.set("tier_ready_bytes", gauge.ready_bytes, gauge.name)
+        if now_s >= self._tiers.due_s:
+            self._tiers.update(now_s)
 
 
 class SelfCheck:

@@ -16,6 +16,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 from sidestream.attention.interface import Attended, AttentionBatch
 from sidestream.attention.states import StateBatch
 from sidestream.errors import InvariantError, ModelError
+from sidestream.models.latent import keep_latents, latent_heads
 from sidestream.models.recurrent import StatefulLayers, number_attention_layers
 from sidestream_kv.device.kinds import on_host
 from sidestream_kv.kv.layout import KVLayout
@@ -92,6 +93,8 @@ class PagedModel:
         self.fingerprint = fingerprint
         self.weights_fingerprint = fingerprint if weights_fingerprint is None else weights_fingerprint
         module.config._attn_implementation = PAGED
+        if layout.latent_dim:
+            keep_latents(module)
         if self.config.model_type in _DROPS_ARGUMENTS:
             for layer in module.base_model.layers:
                 _pass_batch_on(layer)
@@ -255,7 +258,12 @@ def paged_attention_hook(
         )
     batch = paged_batch.batch
     pool = batch.layer(module.layer_idx)
-    if key.dtype != pool.dtype or not key.shape[1::2] == value.shape[1::2] == pool.shape[-2:]:
+    latent = latent_heads(module) if pool.shape[1] == 1 else None
+    if latent is None:
+        fits = key.shape[1::2] == value.shape[1::2] == pool.shape[-2:]
+    else:
+        fits = (key.shape[1], key.shape[-1] + value.shape[-1]) == pool.shape[-2:]
+    if key.dtype != pool.dtype or not fits:
         raise ModelError(
             f"layer {module.layer_idx} has keys {tuple(key.shape[1::2])} and values {tuple(value.shape[1::2])} "
             f"in {key.dtype}, the pool holds {tuple(pool.shape[-2:])} in {pool.dtype}: "
@@ -265,8 +273,9 @@ def paged_attention_hook(
     q, k, v = (states[0, :, :count].transpose(0, 1) for states in (query, key, value))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     attended = batch.attend(
-        q, k, v, module.layer_idx, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=s_aux
-    )
+        q, k, v, module.layer_idx,
+        scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=s_aux, latent=latent,
+    )  # fmt: skip
     padding = query.shape[2] - count
     return (pad(attended, (0, 0, 0, 0, 0, padding)) if padding else attended)[None], None
 

@@ -31,7 +31,12 @@ logger = logging.getLogger(__name__)
 # Name under which transformers finds the attention function that is excluded from compilation.
 _OUTSIDE = f"{adapter.PAGED}_outside"
 
-_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_JOINED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("q_proj", "kv_a_proj_with_mqa"),
+)
 # Maximum number of compilations. A layer is compiled once for all numbers of tokens, and a model has few kinds of
 # layers.
 _MOST_VARIANTS = 64
@@ -66,7 +71,7 @@ def compile_layers(model: PagedModel | MtpHead, *, backend: str | Callable[..., 
         for names in _JOINED:
             # The list holds no projection: an old weight must be free before the next one is copied, as all joined
             # weights together are most of a model.
-            for parent in [part for part in _module(model).modules() if hasattr(part, names[0])]:
+            for parent in [part for part in _module(model).modules() if all(hasattr(part, name) for name in names)]:
                 join_projections(parent, names)
     AttentionInterface.register(_OUTSIDE, torch.compiler.disable(adapter.paged_attention_hook))  # type: ignore[no-untyped-call]
     _module(model).config._attn_implementation = _OUTSIDE

@@ -14,6 +14,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from sidestream.errors import ModelError
+from sidestream.models.latent import SERVED_LATENT, has_latents
 from sidestream.models.quantised import formats_of
 from sidestream.models.recurrent import NO_LIMIT, attention_layers, keeps_state, skeleton, state_layout_of
 from sidestream.models.text_part import causal_classes, text_config
@@ -36,6 +37,7 @@ _OWN_ATTENTION: Mapping[str, str] = {
         "attends twice in each layer and subtracts (differential attention): only one attention per layer is served"
     ),
     "doge": "masks its attention by values that it computes (dynamic masks): only causal and sliding masks are served",
+    "zaya": "convolves queries and keys before it attends, from a state of its own: only recurrent layers keep state",
     "hrm_text": "runs the same layers several times for each token: only models that run each layer once are served",
 }
 
@@ -86,12 +88,18 @@ def layout_of(config: PreTrainedConfig, *, dtype: str, block_tokens: int, num_la
     """
     if dtype not in DTYPE_BYTES:
         raise ModelError(f"its weights are {dtype}: choose one of {', '.join(DTYPE_BYTES)}")
+    num_layers = _size(config, "num_hidden_layers") if num_layers is None else num_layers
+    if config.model_type == "longcat_flash":  # each of its layers attends twice
+        num_layers = 2 * _size(config, "num_layers")
+    if has_latents(config):
+        latent_dim = _size(config, "kv_lora_rank")
+        width = latent_dim + _size(config, "qk_rope_head_dim")
+        return KVLayout(num_layers, 1, width, block_tokens, dtype, latent_dim=latent_dim)
     heads = _size(config, "num_attention_heads")
     kv_heads = _size(config, "num_key_value_heads", heads)
     if config.model_type == "jetmoe":  # its attention copies keys and values for each expert of a token
         kv_heads *= _size(config, "num_experts_per_tok")
     head_dim = _size(config, "head_dim", _size(config, "hidden_size") // heads)
-    num_layers = _size(config, "num_hidden_layers") if num_layers is None else num_layers
     return KVLayout(num_layers, kv_heads, head_dim, block_tokens, dtype)
 
 
@@ -144,8 +152,11 @@ def _refusal_by_type(config: PreTrainedConfig) -> str | None:
 def _refusal_by_fields(config: PreTrainedConfig) -> str | None:
     """The reason that follows from a field of the config, or None."""
     kind = config.model_type
-    if rank := _of_any_layer(config, "kv_lora_rank"):
-        return f"{kind} has latent attention (kv_lora_rank {rank}): its keys and values differ in shape"
+    if (rank := _of_any_layer(config, "kv_lora_rank")) and kind not in SERVED_LATENT:
+        return (
+            f"{kind} has latent attention (kv_lora_rank {rank}) of a kind that was not compared, or that chooses its "
+            f"tokens by an index: latent attention is served for {', '.join(sorted(SERVED_LATENT))}"
+        )
     if chunk := _of_any_layer(config, "attention_chunk_size"):
         return f"{kind} attends in chunks of {chunk} tokens: only full and sliding attention are served"
     types, stateful = set(getattr(config, "layer_types", None) or ()), has_recurrent_states(config)

@@ -62,4 +62,5 @@ def attach_draft(model: PagedModel, draft: PagedModel, *, max_model_len: int, nu
 
 def shape_of(draft: PagedModel) -> KVShape:
     """Shape of the draft model's KV in a block."""
-    return KVShape(draft.layout.num_layers, draft.layout.num_kv_heads, draft.layout.head_dim, draft.num_heads)
+    own = draft.layout
+    return KVShape(own.num_layers, own.num_kv_heads, own.head_dim, draft.num_heads, own.latent_dim)

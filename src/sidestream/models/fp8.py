@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from sidestream.errors import InvariantError
+from sidestream.models.latent import READ_BY_ATTENTION
 from sidestream.models.quantised import QuantisedTensor, scaled
 from sidestream_kv.device.kinds import on_gpu
 
@@ -52,8 +53,10 @@ class Kept:
         """The state dict for transformers."""
 
     def _stand_in(self, name: str, tensor: Any) -> Any:
-        # Experts are stacked, and embeddings are looked up: these are not projections.
+        # Experts are stacked, and embeddings are looked up: these are not projections. Latent attention reads a weight.
         if not isinstance(tensor, QuantisedTensor) or not name.endswith("_proj.weight") or ".experts." in name:
+            return tensor
+        if name.endswith(f"{READ_BY_ATTENTION}.weight"):
             return tensor
         found = tensor.eight_bits()
         if found is None or not can_keep(tensor.shape, found[0]):

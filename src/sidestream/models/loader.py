@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers import AutoConfig, DeepseekV3Config, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from sidestream.checkpoint_files import CONFIG
+from sidestream.checkpoint_files import CONFIG, read_json
 from sidestream.config import default_block_tokens
 from sidestream.errors import ConfigError, ModelError, ProcessFailed
 from sidestream.models.adapter import PagedModel
@@ -59,6 +59,8 @@ from sidestream_kv.kv.layout import DTYPE_BYTES
 logger = logging.getLogger(__name__)
 
 _CPU = torch.device(CPU)
+# Kinds that only code in their own repositories defines, and whose definition is that of another kind.
+_SAME_AS = {"kimi_k2": DeepseekV3Config}
 # While transformers builds a model, it replaces functions and defaults of torch. If two threads built models at once,
 # one thread could get the dtype of the other, or report tied weights as missing.
 _ONE_BUILDS = threading.Lock()
@@ -172,7 +174,8 @@ def _parts_of_rank(
             f"{config.model_type} keeps recurrent state, which is not divided over ranks: run this model on one rank"
         )
     share = share_of(config, size=ranks)
-    return replace(parts, kv=replace(parts.kv, num_kv_heads=share.num_kv_heads)), share.num_heads
+    kv_heads = 1 if parts.kv.latent_dim else share.num_kv_heads  # every rank has the whole latents
+    return replace(parts, kv=replace(parts.kv, num_kv_heads=kv_heads)), share.num_heads
 
 
 def precision_of(path_or_hub_id: str, *, dtype: str = "auto", device: torch.device = _CPU) -> Precision:
@@ -294,8 +297,13 @@ def config_directory(path_or_hub_id: str) -> Path:
 
 def read_config(directory: Path) -> PreTrainedConfig:
     """The config in a directory that passed `check_config`. Raises ModelError."""
+    kind: Any = _SAME_AS.get(read_json(directory / CONFIG).get("model_type", ""))
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        config: PreTrainedConfig = (kind or AutoConfig).from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+        if kind is not None:
+            config.model_type = kind.model_type
     except Exception as error:  # transformers raises errors of many types; some have their cause on the second line
         reason = " ".join(str(error).split())[:400] or repr(error)
         raise ModelError(f"{directory / CONFIG}: transformers cannot read it ({reason}): correct the file") from error

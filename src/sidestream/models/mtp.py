@@ -15,8 +15,9 @@ import copy
 import inspect
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,13 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from sidestream.attention.interface import AttentionBatch
-from sidestream.checkpoint_files import check_regular, read_json
+from sidestream.checkpoint_files import CONFIG, check_regular, read_json
 from sidestream.errors import ModelError
 from sidestream.models.adapter import OpaqueBatch, PagedModel, padded_length
 from sidestream.models.directory import local_directory
+from sidestream.models.latent import keep_latents
 from sidestream.models.recurrent import number_attention_layers
-from sidestream.models.weights import digest_of_files, pack_linears
+from sidestream.models.weights import check_files, digest_of_files, pack_linears
 from sidestream_kv.device.kinds import CPU, on_host
 
 log = logging.getLogger(__name__)
@@ -84,6 +86,8 @@ class MtpHead(nn.Module):
         config.num_hidden_layers += 1
         if getattr(config, "layer_types", None):
             config.layer_types = [*config.layer_types, "full_attention"]
+        if getattr(config, "mlp_layer_types", None):
+            config.mlp_layer_types = [*config.mlp_layer_types, config.mlp_layer_types[-1]]
         self.config = config
         # If rotary embeddings differ between types of layers, their forward needs the type of the head's layer.
         by_type = "layer_type" in inspect.signature(base.rotary_emb.forward).parameters
@@ -205,6 +209,8 @@ def attach_head(model: PagedModel, source: str | Path) -> MtpHead:
     layout = model.layout
     extra = 1 + layout.layers_for(head.hidden_size)
     number_attention_layers(head.layer, first=layout.num_layers)
+    if layout.latent_dim:
+        keep_latents(head.layer)
     model.layout = replace(layout, num_layers=layout.num_layers + extra)
     digest = xxhash.xxh3_128(model.fingerprint.encode())
     for name, tensor in sorted(head.state_dict().items()):
@@ -267,25 +273,36 @@ def _read(source: Path, config: Any) -> tuple[dict[str, Tensor], bool]:
     if source.suffix == ".safetensors":
         raise ModelError(f"there is no file {source}: check the path of the head")
     directory = local_directory(str(source))
-    described = _described(directory / "config.json")
+    described = _described(directory / CONFIG)
     _check_facts(directory, {name: described[name] for name in _CHECKPOINT_FACTS if name in described}, config)
     tensors: dict[str, Tensor] = {}
     qwen = False
     prefix = f"model.layers.{config.num_hidden_layers}."
-    for path in sorted(directory.glob("*.safetensors")):
-        with _opened(path) as file:
-            for name in file.keys():  # noqa: SIM118
-                if name.startswith("mtp."):
-                    qwen = True
-                    tensors[_renamed(name, _QWEN)] = file.get_tensor(name)
-                elif name.startswith(prefix) and name.removeprefix(prefix) not in _SHARED:
-                    tensors[_renamed(name.removeprefix(prefix), _DEEPSEEK)] = file.get_tensor(name)
+    for name, read in _stored(directory):
+        if name.startswith("mtp."):
+            qwen = True
+            tensors[_renamed(name, _QWEN)] = read()
+        elif name.startswith(prefix) and name.removeprefix(prefix) not in _SHARED:
+            tensors[_renamed(name.removeprefix(prefix), _DEEPSEEK)] = read()
     if not tensors:
         raise ModelError(
             f"{directory} contains no head: it has no tensors named mtp.* or {prefix}*; "
             "give the file of a head (--draft-head); `sidestream models train-mtp` makes one"
         )
     return tensors, qwen
+
+
+def _stored(directory: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """The names of a checkpoint's tensors, each with a function that reads its values."""
+    path = directory / CONFIG
+    if quantisation := (read_json(path) if path.exists() else {}).get("quantization_config"):
+        for name, tensor in (check_files(directory, quantisation).state_dict or {}).items():
+            yield name, partial(tensor.__getitem__, ...)
+        return
+    for path in sorted(directory.glob("*.safetensors")):
+        with _opened(path) as file:
+            for name in file.keys():  # noqa: SIM118
+                yield name, partial(file.get_tensor, name)
 
 
 def _described(path: Path) -> Mapping[str, Any]:

@@ -31,6 +31,7 @@ from sidestream.attention.states import StateBatch, StatePool
 from sidestream.errors import ModelError
 from sidestream.models.adapter import PAGED, OpaqueBatch, PagedModel, paged_attention_hook
 from sidestream.models.config_checks import max_positions
+from sidestream.models.latent import keys_and_values
 from sidestream.models.recurrent import Compute, Observer
 from sidestream_kv.kv.state_layout import RESERVED_STATES
 
@@ -168,6 +169,7 @@ def _compared_attention_hook(
     _check_mask(module, attention_mask, named.get("sliding_window"))
     eager = sys.modules[type(module).__module__].eager_attention_forward
     mask = attention_mask if attention_mask is None or attention_mask.dtype == torch.bool else attention_mask.float()
+    key, value = keys_and_values(module, key, value)
     expected: torch.Tensor = eager(module, query.float(), key.float(), value.float(), mask, **named)[0]
     error = (torch.cat(paged, dim=1).float() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
     dtype = str(query.dtype).removeprefix("torch.")
@@ -336,7 +338,8 @@ class _Replayed:
 def _pool(model: PagedModel) -> torch.Tensor:
     """Blocks full of NaN, so that a read of an unwritten token is detected."""
     layout = model.layout
-    shape = (max(_BLOCK_TABLE) + 1, layout.num_layers, 2, _BLOCK_TOKENS, layout.num_kv_heads, layout.head_dim)
+    *outer, _, kv_heads, head_dim = layout.shape(max(_BLOCK_TABLE) + 1)
+    shape = (*outer, _BLOCK_TOKENS, kv_heads, head_dim)
     return torch.full(shape, float("nan"), dtype=getattr(torch, layout.dtype), device=model.module.device)
 
 
@@ -350,6 +353,7 @@ def _attention(model: PagedModel) -> AttentionBackend:
         dtype=getattr(torch, layout.dtype),
         device=device,
         query_tokens=1,
+        latent_dim=layout.latent_dim,
     )
     kv_tokens = len(_BLOCK_TABLE) * _BLOCK_TOKENS
     return select_backend(device).create(spec, kv_tokens=kv_tokens, chunk_tokens=_NUM_TOKENS)

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _OUTPUTS = {"colwise": False, "colwise_gather_output": True, "colwise_rep": True, "packed_colwise": False}
 _INPUTS = {"rowwise": False, "rowwise_split_input": True, "rowwise_rep": True, "packed_rowwise": False}
 # Styles that change gradients only, and styles of parts that stay whole on every rank.
-_WHOLE = {"replicated_with_grad_allreduce", "embedding_rowwise"}
+_WHOLE = {"replicated_with_grad_allreduce", "embedding_rowwise", "mla_kv_a_proj"}
 _SUMMED = {"moe_tp_experts", "all_reduce"}
 _STYLES = (*_OUTPUTS, *_INPUTS, *sorted(_WHOLE | _SUMMED))
 # Names of attributes in which attention modules keep their numbers of heads.

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
+from transformers import Mistral4ForCausalLM, PreTrainedConfig, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -19,14 +19,15 @@ from transformers.models.auto.modeling_auto import (
 # to a prompt in both directions (paligemma) or scale their logits differently (aya_vision).
 _SERVED = frozenset(
     {
-        *("aria", "deepseek_vl", "exaone4_5", "gemma3", "idefics2", "idefics3", "internvl", "janus", "lfm2_vl"),
-        *("lighton_ocr", "llava", "llava_next", "llava_onevision", "mistral3", "ovis2", "qwen2_5_vl", "qwen2_vl"),
-        *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "video_llava", "vipllava"),
+        *("aria", "deepseek_vl", "exaone4_5", "gemma3", "idefics2", "idefics3", "internvl", "janus", "kimi_k25"),
+        *("lfm2_vl", "lighton_ocr", "llava", "llava_next", "llava_onevision", "mistral3", "ovis2", "qwen2_5_vl"),
+        *("qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "video_llava", "vipllava"),
     }
 )
-# Text parts that transformers has no causal model for, and the causal model whose frame they fit into: embeddings,
+# Text parts that transformers maps to no causal model, and the causal model whose frame they fit into: embeddings,
 # layers and norm are those of the part.
 _FRAMES: Mapping[str, type[Any]] = {
+    "mistral4": Mistral4ForCausalLM,
     "qwen2_vl_text": Qwen2ForCausalLM,
     "qwen2_5_vl_text": Qwen2ForCausalLM,
     "qwen3_vl_text": Qwen3ForCausalLM,

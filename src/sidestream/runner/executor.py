@@ -532,6 +532,10 @@ class Executor:
         masks.used_until(fence)  # rule: masks-are-kept-until-they-were-read
         return replace(launched, fence=fence, unsampled=None)
 
+    def enqueue(self, work: Callable[[], None], *, label: str) -> Fence:
+        """Run `work` on the compute stream, between the steps before it and those after it. It uses no block."""
+        return self._stream.submit(work, label=label)
+
     def _prepare(self, batch: BatchPlan, gates: LayerGates) -> PreparedStep:
         """Choose the step's graphs and pack its inputs. For a captured step that waits for loads, also record the
         events for which its graph waits.

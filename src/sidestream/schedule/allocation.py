@@ -70,7 +70,7 @@ class ReuseFinder:
 
     def find(self, request: Request, wanted: Sequence[Key]) -> Reuse:
         """Find all blocks that the request could reuse, also in tiers that are slower than host memory."""
-        return self._find(wanted, self._prefix_cache.on_device(wanted), lambda keys: self._tiers.locate(request, keys))
+        return self._of_device_and(wanted, request, lambda keys: self._tiers.locate(request, keys))
 
     def loadable(self, request: Request, wanted: Sequence[Key], reuse: Reuse) -> Reuse:
         """The part of `reuse` that needs no promotion: blocks on the device, and blocks in host memory if loading them
@@ -84,7 +84,7 @@ class ReuseFinder:
         num_joinable = reuse.num_joinable
         if self._tiers.num_in_host(reuse.sources) < len(reuse.sources):
             # perhaps a shorter run is completely in host memory
-            reuse = self._find(wanted, self._prefix_cache.on_device(wanted), locate_in_host)
+            reuse = self._of_device_and(wanted, request, locate_in_host)
         if reuse.keys:
             alone = self._find(wanted, reuse.hits, lambda keys: ())
             # rule: blocks-in-host-memory-are-reused
@@ -93,6 +93,16 @@ class ReuseFinder:
             ):
                 reuse = alone
         return reuse if self._states is None else replace(reuse, num_joinable=num_joinable)
+
+    def _of_device_and(
+        self, wanted: Sequence[Key], request: Request, locate: Callable[[Sequence[Key]], Sequence[Source]]
+    ) -> Reuse:
+        """All blocks that the request may reuse if `locate` finds those in tiers, and at most as many of these as it
+        may load.
+        """
+        hits = self._prefix_cache.on_device(wanted)
+        behind = request.may_load(len(wanted) - len(hits), self._limits.block_tokens)  # rule: request-bounds-its-loads
+        return self._find(wanted[: len(hits) + behind], hits, locate)
 
     def _find(
         self,
@@ -281,7 +291,9 @@ class Allocator:
         request.slot.release(after=after)  # rule: slot-release-waits-for-the-last-step
         request.blocks.release(after=after, until=self._tiers.transfers_fence())  # rule: blocks-are-released
         if self._states is not None and request.states is not None:
-            self._states.release(request.states, after)
+            count = request.published_blocks
+            stores = request.may_store(count, self._limits.block_tokens) == count
+            self._states.release(request.states, after, stores=stores)
             request.states = None
         request.slot = request.blocks = None
         request.block_table = ()

@@ -42,6 +42,8 @@ class Limits:
     aging_steps     number of steps without a request after which its priority improves by one
     max_promotions  how often one request may wait for the disk; then it recomputes its blocks
     max_probes      largest number of waiting requests that one step considers for admission
+    read_ahead_blocks  largest number of blocks that requests in the queue may have read from slower tiers into host
+                    memory; 0: they wait for a slot before they read
     state_interval  number of blocks between two checkpoints (kept recurrent states) in a prompt; 0: none at intervals
     window          tokens of the model's largest sliding window; 0: no layer has one
     """
@@ -55,6 +57,7 @@ class Limits:
     aging_steps: int = 256
     max_promotions: int = 2
     max_probes: int = 64
+    read_ahead_blocks: int = 0
     state_interval: int = 0
     window: int = 0
 

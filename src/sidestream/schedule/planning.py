@@ -236,16 +236,17 @@ class Admission:
         self._tiers = tiers
         self._reuse = reuse
         self._prefill = prefill
+        self._ahead: dict[RequestId, int] = {}  # blocks that requests in the queue have read, or are reading
 
     def admit(self, step: StepBuilder) -> None:
         """Start waiting requests in order of rank, until there are too few slots or blocks for the next one. Adds their
         loads and first chunks to the step.
         """
-        if not self._queues.waiting or not self._allocator.has_free_slot:
-            return
-        for request in self._queues.by_rank(self.candidates())[: self._limits.max_probes]:
-            if not self._allocator.has_free_slot or not self._try_admit(request, step):
-                return
+        if self._queues.waiting and self._allocator.has_free_slot:
+            for request in self._queues.by_rank(self.candidates())[: self._limits.max_probes]:
+                if not self._allocator.has_free_slot or not self._try_admit(request, step):
+                    break
+        self._read_ahead(step)
 
     def candidates(self) -> list[Request]:
         """Waiting requests that may start now, if there is room."""
@@ -272,14 +273,7 @@ class Admission:
         """
         wanted = self._prefix_cache.wanted_keys(request)
         reuse = self._reuse.find(request, wanted)
-        if patience_s := self.asks(request, wanted, reuse):
-            missing = wanted[reuse.num_joinable :]
-            keys = [*missing, *self._prefix_cache.part_keys(missing)]
-            step.transfers.append(self._tiers.find(request, keys, patience_s))
-            return True
-        promotion = self._tiers.promote(request, reuse.keys, reuse.sources, num_partial=reuse.num_partial)
-        if promotion is not None:
-            step.transfers.append(promotion)
+        if self._waits_for_tiers(request, wanted, reuse, step):
             return True
         located, reuse = reuse, self._reuse.loadable(request, wanted, reuse)
         hits = reuse.hits
@@ -323,6 +317,37 @@ class Admission:
         self._prefill.plan(request, step)
         return True
 
+    def _waits_for_tiers(self, request: Request, wanted: Sequence[Key], reuse: Reuse, step: StepBuilder) -> bool:
+        """Let the request ask tiers, or wait until its blocks are in host memory. Returns False if it need not."""
+        if patience_s := self.asks(request, wanted, reuse):
+            missing = wanted[reuse.num_joinable :]
+            keys = [*missing, *self._prefix_cache.part_keys(missing)]
+            step.transfers.append(self._tiers.find(request, keys, patience_s))
+            return True
+        promotion = self._tiers.promote(request, reuse.keys, reuse.sources, num_partial=reuse.num_partial)
+        if promotion is not None:
+            step.transfers.append(promotion)
+        return promotion is not None
+
+    def _read_ahead(self, step: StepBuilder) -> None:
+        """Let requests that arrived, and found no slot or blocks, wait for tiers meanwhile. At most half as many do so
+        as may run, so that a request of higher rank can as well.
+        """
+        arrived, waiting, ahead = self._queues.arrived, self._queues.waiting, self._ahead
+        for request_id in [other for other in ahead if other not in waiting]:
+            del ahead[request_id]
+        while arrived:
+            request = arrived[0]
+            if request.state is State.WAITING and request.id in waiting and self._limits.read_ahead_blocks:
+                # rule: reads-for-the-queue-are-bounded
+                if not self._may_start(request) or not self._tiers.may_read_ahead(sum(ahead.values())):
+                    return
+                wanted = self._prefix_cache.wanted_keys(request)
+                reuse = self._reuse.find(request, wanted)
+                if self._waits_for_tiers(request, wanted, reuse, step):
+                    ahead[request.id] = len(reuse.keys)
+            arrived.popleft()
+
     def _lookup(self, request: Request, wanted: Sequence[Key], located: Reuse, num_found: int) -> Lookup:
         """The record of this admission. `located`: all blocks that were found; `num_found` of them are reused."""
         if request.avoid_tiers and request.lookup is not None:
@@ -332,6 +357,8 @@ class Admission:
             if late:
                 return Lookup(num_found, num_found + late, "load_late", request.promoted_from[wanted[num_found]])
         if located.num_joinable <= num_found:  # nearly always
+            if request.cache is not None and (tier := self._tiers.beyond(wanted[num_found : num_found + 1])):
+                return Lookup(num_found, num_found + 1, "request_limit", tier)
             return Lookup(num_found, num_found)
         tier = next(iter(self._tiers.locate(request, wanted[num_found : num_found + 1])), DEVICE)
         if request.states is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import Protocol
 
 import numpy as np
@@ -163,6 +164,14 @@ class PrefixCache:
             )
         return fresh
 
+    def storable(self, request: Request, fresh: Sequence[tuple[Key, BlockId]]) -> Sequence[tuple[Key, BlockId]]:
+        """Those of the published blocks that the request lets tiers store."""
+        keys = request.keys[: request.may_store(request.published_blocks, self._limits.block_tokens)]
+        if len(keys) == request.published_blocks:  # rule: request-bounds-its-stores
+            return fresh
+        allowed = {*keys, *self.part_keys(keys)}
+        return [(key, block) for key, block in fresh if key in allowed]
+
     def invalidate(self, request: Request) -> Sequence[Key]:
         """Make all blocks that the request computed itself unfindable, because its logits are not finite: KV of earlier
         chunks may be broken as well. Of recurrent states, also the checkpoint from which it started. Returns the keys.
@@ -312,13 +321,24 @@ class TierLoads:
 
     def locate(self, request: Request, keys: Sequence[Key]) -> list[Source]:
         """The tier of each block in the longest run of leading `keys` that the request may load."""
-        return [] if request.avoid_tiers else self._view.locate(keys)
+        if request.avoid_tiers:
+            return []
+        sources, cache = self._view.locate(keys), request.cache
+        if cache is None or cache.load_tiers is None:  # rule: request-names-the-tiers-that-it-reads
+            return sources
+        return list(takewhile(cache.may_load, sources))
+
+    def beyond(self, keys: Sequence[Key]) -> str:
+        """The tier that holds the first of `keys`, whatever a request allows; empty: none."""
+        return next(iter(self._view.locate(keys)), "")
 
     def patience(self, request: Request, missing: Sequence[Key]) -> float:
         """Seconds that the request may wait while tiers are asked for the blocks `missing`, which no tier is known to
         hold; 0: it does not ask. A request asks once.
         """
         if not missing or request.has_asked or request.avoid_disk or request.avoid_tiers:  # rule: request-asks-once
+            return 0.0
+        if request.may_load(len(missing), self._limits.block_tokens) < len(missing):  # a bound: computing is wanted
             return 0.0
         return self._view.find_patience(len(missing))
 
@@ -342,6 +362,11 @@ class TierLoads:
             and loading < self._max_running
             and self._view.worth_loading(sources, num_partial=num_partial)
         )
+
+    def may_read_ahead(self, num_blocks: int) -> bool:
+        """Whether one more request in the queue may read blocks, if those before it have read `num_blocks`."""
+        loading = sum(other.state is State.LOADING for other in self._queues.waiting.values())
+        return num_blocks < self._limits.read_ahead_blocks and 2 * loading < self._max_running
 
     def promote(
         self, request: Request, keys: Sequence[Key], sources: Sequence[Source], *, num_partial: int

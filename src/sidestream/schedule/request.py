@@ -20,11 +20,13 @@ is subtracted, it is a lower bound. A commit subtracts the rejected drafts from 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from sidestream.config import CacheOptions
 from sidestream.grammar import TokenGrammar
 from sidestream.types import BatchPlan, CachedTokens, SamplingSpec
 from sidestream_kv.kv.pool import Lease
@@ -46,8 +48,8 @@ class Lookup(NamedTuple):
     found     number of leading blocks that are reused
     located   number of leading blocks that were on the device or in a tier, or that a load was to supply; those after
               the first `found` are computed
-    reason    why: `load_failed`, `load_late` (or the read failed), `cost`, `load_limit`, `no_checkpoint`, `window`;
-              empty: there are none
+    reason    why: `load_failed`, `load_late` (or the read failed), `cost`, `load_limit`, `no_checkpoint`, `window`,
+              `request_limit`; empty: there are none
     tier      holds the block after the first `found`
     """
 
@@ -130,6 +132,8 @@ class Request:
     """Part of every key: KV is shared only between requests with the same salt."""
     keys_version: int = 0
     """The scheduler's `keys_version` when `keys` were computed."""
+    cache: CacheOptions | None = None
+    """What tiers may do for it; None: the usual."""
     grammar: TokenGrammar | None = None
     """Follows its answer, and says which tokens may come next; None: any. The engine changes it with each commit."""
     name: str = ""
@@ -231,6 +235,16 @@ class Request:
         """Whether logits of all positions of its prompt are wanted, and may not have been computed yet."""
         return self.sampling.prompt_logprobs >= 0 and not self.num_outputs
 
+    def may_load(self, num_blocks: int, block_tokens: int) -> int:
+        """How many of `num_blocks` blocks tiers may supply."""
+        limit = None if self.cache is None else self.cache.max_load_tokens
+        return num_blocks if limit is None else min(num_blocks, limit // block_tokens)
+
+    def may_store(self, num_blocks: int, block_tokens: int) -> int:
+        """How many of its first `num_blocks` blocks may be stored in tiers."""
+        limit = None if self.cache is None else self.cache.max_offload_tokens
+        return num_blocks if limit is None else min(num_blocks, limit // block_tokens)
+
     @property
     def in_prefill(self) -> bool:
         """Whether some known tokens are neither computed nor in flight."""
@@ -290,6 +304,7 @@ class RequestQueues:
     unfinished  all requests that have not finished
     waiting     requests in the states WAITING and LOADING
     running     requests in the state RUNNING; they have a request slot and blocks
+    arrived     new requests, in the order of arrival, of which the admission has not read ahead
 
     Invariants: `waiting` and `running` are disjoint, and `unfinished` is their union. Requests are ranked by level (the
     priority, improved by aging), then by arrival: an earlier request has a smaller id.
@@ -299,6 +314,7 @@ class RequestQueues:
         self.unfinished: dict[RequestId, Request] = {}
         self.waiting: dict[RequestId, Request] = {}
         self.running: dict[RequestId, Request] = {}
+        self.arrived: deque[Request] = deque()
         self._aging_steps = aging_steps
         self._ranked: list[Request] | None = None  # running requests by rank; None: to be sorted again
 
@@ -306,6 +322,7 @@ class RequestQueues:
         """Queue a new request."""
         self.unfinished[request.id] = request
         self.waiting[request.id] = request
+        self.arrived.append(request)
 
     def start(self, request: Request) -> None:
         """Move a request from `waiting` to `running`."""

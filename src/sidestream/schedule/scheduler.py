@@ -148,8 +148,10 @@ class Committer:
         for request, complete in committed.completed:
             first = request.published_blocks
             if fresh := self._prefix_cache.publish(request, complete):
+                if request.cache is not None:
+                    fresh = self._prefix_cache.storable(request, fresh)
                 stored.extend(fresh)
-                prefix.extend(request.keys[:complete])
+                prefix.extend(request.keys[: request.may_store(complete, self._limits.block_tokens)])
                 found = request.own_blocks or 0
                 if first <= found:  # its first blocks that a store gets
                     returning.update(request.keys[:found], self._prefix_cache.part_keys(request.keys[:found][-1:]))

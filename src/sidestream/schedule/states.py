@@ -248,9 +248,9 @@ class StateCache:
             states.latest = (state_id, key)
         return stored
 
-    def release(self, states: RequestStates, after: tuple[Fence, ...]) -> None:
-        """Release all states, with the fences of the request's last step. Published checkpoints stay findable.
-        `store_latest` will store the request's newest checkpoint.
+    def release(self, states: RequestStates, after: tuple[Fence, ...], *, stores: bool = True) -> None:
+        """Release all states, with the fences of the request's last step. Published checkpoints stay findable. With
+        `stores`, `store_latest` will store the request's newest checkpoint.
         """
         # The checkpoints in `unpublished` need no release of their own: each is also the request's `source`, or in
         # `read`.
@@ -263,8 +263,9 @@ class StateCache:
             lease.release(after=after, until=self._tiers.transfers_fence())
         if states.latest is not None:
             self._remember(states.turns.own, states.latest[1])
-            # rule: newest-checkpoint-is-stored-when-its-request-leaves
-            self._to_store[states.latest[1]] = states.turns.earlier is not None
+            if stores:
+                # rule: newest-checkpoint-is-stored-when-its-request-leaves
+                self._to_store[states.latest[1]] = states.turns.earlier is not None
 
     # ------------------------------------------------------------------ stores
 

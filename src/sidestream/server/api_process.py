@@ -21,7 +21,8 @@ from sidestream.errors import SidestreamError
 from sidestream.processes.child import at_end_of_owner
 from sidestream.processes.garbage import freeze_gc_heap
 from sidestream.processes.log_stream import start_logging
-from sidestream.server.app import served_constants, text_handle
+from sidestream.server.app import served_constants
+from sidestream.server.completions import text_handle
 from sidestream.server.control import ABORTED, CONFIG_BYTES, DRAINED, GRACE_S, READY, ApiProcessConfig
 from sidestream.server.response_store import ResponseStore
 from sidestream.server.run import RunningServer, serve

@@ -113,8 +113,16 @@ class Backend(Protocol):
         """Drop a prefix from a tier, or from all tiers. Returns the number of dropped blocks by tier."""
         ...
 
+    async def close_session(self, session: str, *, cache_salt: str = "") -> CachedPrefix | None:
+        """Forget a session; see `FrontEnd.close_session`."""
+        ...
+
     async def hand_over_prefix(self, prompt: Sequence[int], *, cache_salt: str = "") -> int:
         """Wait until a shared store holds the prompt's KV; see `FrontEnd.hand_over_prefix`."""
+        ...
+
+    async def update_weights(self, path: str, *, timeout_s: float) -> None:
+        """Replace the weights; see `FrontEnd.update_weights`."""
         ...
 
     async def pause(self) -> None:

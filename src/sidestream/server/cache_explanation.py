@@ -25,6 +25,7 @@ REASONS: Mapping[str, str] = {
     "unknown": "seen before, but in no tier, and the reason is not remembered",
     "load_failed": "a load from a tier failed, so they were computed",
     "load_late": "the read from the tier failed, or was not done within load_deadline_s",
+    "request_limit": "in the tier, which the request does not let be read so far",
     "load_limit": "in the tier, but too many requests waited for it, or this one did so too often",
     "cost": "in the tier, but loading was expected to take longer than computing",
     "no_checkpoint": "cached, but no recurrent state is kept at their end",

@@ -11,10 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
+from starlette.datastructures import Headers
 
+from sidestream.config import SamplingParams
 from sidestream.errors import SidestreamError
 from sidestream.server.backend import Backend
 from sidestream.server.body import checked
+from sidestream.server.cache_fields import with_session
 from sidestream.server.errors import ApiError, bad_request
 from sidestream.server.fields import Mark
 
@@ -132,6 +135,10 @@ class CacheHints:
         self._backend = backend
         self._max_ttl_s = max_ttl_s
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def with_session(self, params: SamplingParams, headers: Headers) -> SamplingParams:
+        """The parameters with the session that the header names; see `cache_fields.with_session`."""
+        return with_session(params, headers, self._max_ttl_s)
 
     def begin(self, prompt: Sequence[int], marks: Sequence[Mark], cache_salt: str) -> None:
         """Pin the marked prefixes of a prompt, whose first token was computed. Never waits; a failure only leaves the

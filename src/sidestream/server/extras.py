@@ -27,8 +27,6 @@ _BOTH: tuple[Place, ...] = ("chat", "text")
 EXTRAS: tuple[Extra, ...] = (
     # For accounts, billing, caching and latency at a provider; without effect here.
     Extra("metadata", _BOTH),
-    Extra("prompt_cache_key", _BOTH),
-    Extra("prompt_cache_retention", _BOTH),
     Extra("safety_identifier", _BOTH),
     Extra("service_tier", _BOTH),
     Extra("store", _BOTH),
@@ -115,7 +113,7 @@ OTHER_SERVERS: Mapping[str, str] = {
     "stream_reasoning": "reasoning is streamed here as it is written; leave it out",
     "reasoning": "send reasoning_effort, thinking_token_budget, or an option of the template in chat_template_kwargs",
     "lora_path": "LoRA adapters are not supported here; leave it out",
-    "session_params": "sessions do not exist here; leave it out",
+    "session_params": "session_id names a session here; there is nothing to open",
     "rid": "request_id has this meaning here",
     "data_parallel_rank": "a server has one replica here; leave it out",
     "detokenize": "/v1/completions always returns text; leave it out",

@@ -20,6 +20,7 @@ from sidestream.config import MOST_SALT_CHARS, SAMPLING_OPTIONS, SamplingParams,
 from sidestream.errors import RequestRejected
 from sidestream.formats import AnswerFormat, is_inside
 from sidestream.server.body import Served, checked, model_of, parse_object, short, without_idle
+from sidestream.server.cache_fields import CacheFields, cache_options
 from sidestream.server.conversation import Conversation, checked_messages, chosen_tools, lay_out, layout_options
 from sidestream.server.errors import bad_request, checked_request_id
 from sidestream.server.extras import EXTRAS, IDLE, OTHER_SERVERS, Extra
@@ -58,15 +59,6 @@ class _StreamOptions(BaseModel):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] = False
-
-
-class _KVTransferParams(BaseModel):
-    """As vLLM and its proxies spell them. Fields that name an engine have no effect: a store has the KV."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
-
-    do_remote_decode: bool = False
-    do_remote_prefill: bool = False
 
 
 class _StructuredOutputs(BaseModel):
@@ -170,7 +162,7 @@ class Call:
         return len(self.prompts) * self.params.n
 
 
-class _Fields(BaseModel):
+class _Fields(CacheFields, BaseModel):
     """The fields that both APIs share, with their types. Fields that are null are removed before validation.
     `SamplingParams` checks ranges.
     """
@@ -207,7 +199,6 @@ class _Fields(BaseModel):
     cache_salt: str | None = Field(default=None, min_length=1, max_length=MOST_SALT_CHARS)
     return_tokens_as_token_ids: bool = False
     explain_cache: bool = False
-    kv_transfer_params: _KVTransferParams | None = None
 
 
 class _Chat(_Fields, Conversation):
@@ -561,6 +552,7 @@ def _sampling(
             logprobs=logprobs,
             n=asked.n,
             max_drafts=asked.max_drafts,
+            cache=cache_options(asked) if asked.model_fields_set & CacheFields.model_fields.keys() else None,
             allowed_token_ids=tuple(asked.allowed_token_ids),
             bad_words=tuple(asked.bad_words),
         )

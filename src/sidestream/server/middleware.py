@@ -65,6 +65,11 @@ class RequestRecord:
     finish_reasons: list[str] = field(default_factory=list)
     queue_s: float | None = None
 
+    @property
+    def owner(self) -> str:
+        """Name of the request's key; empty: it has no key of the file of keys."""
+        return "" if self.grant is None else self.grant.key.name
+
     def on_token(self) -> None:
         """Record the time of the first token."""
         if self.first_token is None:

@@ -32,6 +32,7 @@ from sidestream.formats import (
     Reasoning,
 )
 from sidestream.server.body import EVENT_STREAM, parse_json, parse_object, to_json
+from sidestream.server.cache_fields import CacheFields
 from sidestream.server.errors import ApiError, bad_request
 from sidestream.server.fields import Body, Call, Served, chat_call, checked
 from sidestream.server.middleware import RequestRecord
@@ -42,7 +43,7 @@ from sidestream.types import Delta
 
 # Fields of requests without effect here, with their accepted values; None: all values.
 _IDLE: dict[str, tuple[Any, ...] | None] = {
-    **dict.fromkeys(("client_metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")),
+    **dict.fromkeys(("client_metadata", "prompt_cache_options")),
     **dict.fromkeys(("safety_identifier", "service_tier", "user")),
     "background": (False,),
     "context_management": ([],),
@@ -56,6 +57,7 @@ _IDLE: dict[str, tuple[Any, ...] | None] = {
 _IDLE_OF_ITEM = dict.fromkeys(("type", "id", "status", "phase", "internal_chat_message_metadata_passthrough"))
 _IDLE_OF_PART = {"type": None, "annotations": None, "logprobs": None}
 _IDLE_OF_TOOL = {"type": None, "defer_loading": (False,)}
+_HINTS = {*CacheFields.model_fields} - {"prompt_cache_key", "prompt_cache_retention"}  # not in OpenAI's API
 _Objects = Annotated[list[dict[str, Any]], FailFast()]
 _SWITCHES = ("enable_thinking", "thinking")  # of reasoning, in chat templates
 _TEXT_PARTS = ("input_text", "output_text", "text")
@@ -80,8 +82,10 @@ class _Text(_Strict):
     verbosity: str | None = None
 
 
-class _Request(_Strict):
+class _Request(CacheFields, BaseModel):
     """The fields with their types. `chat_call` checks ranges."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     model: str
     input: Any
@@ -216,6 +220,7 @@ def _call(asked: _Request, history: list[Json], tokenizer: TokenizerLike, served
     switches = _SWITCHES if asked.reasoning.effort is not None else ()
     fields = {
         **{name: getattr(asked, name) for name in ("model", "temperature", "top_p", "stream", "parallel_tool_calls")},
+        **asked.model_dump(include={*CacheFields.model_fields}, exclude_none=True),
         "explain_cache": asked.explain_cache,
         "max_tokens": asked.max_output_tokens,
         "tools": tools,
@@ -237,7 +242,7 @@ def _call(asked: _Request, history: list[Json], tokenizer: TokenizerLike, served
             raise
         call = make(in_order)
     head = {
-        **asked.model_dump(exclude={"input", "include", "stream", "explain_cache"}),
+        **asked.model_dump(exclude={"input", "include", "stream", "explain_cache", *_HINTS}),
         "reasoning": {"effort": asked.reasoning.effort, "summary": None},
         "text": {"format": asked.text.format or {"type": "text"}},
         "truncation": "disabled",
@@ -479,7 +484,7 @@ class ResponsesReply:
         response = self._response(status)
         if self._call.items:
             data = b'{"input":%b,"response":%b}' % (self._call.items, to_json(response))
-            await asyncio.to_thread(self._store.put, response["id"], data)
+            await asyncio.to_thread(self._store.put, response["id"], data, owner=self._record.owner)
         return response
 
     def _response(self, status: str, error: Json | None = None) -> Json:

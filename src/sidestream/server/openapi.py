@@ -17,11 +17,10 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from sidestream.config import SAMPLING_OPTIONS
-from sidestream.server import anthropic_messages, cache_prefixes, fields, openai_responses
+from sidestream.server import anthropic_messages, cache_prefixes, cache_sessions, fields, openai_responses, operations
 from sidestream.server.body import JsonResponse
 from sidestream.server.fields import Body
 from sidestream.server.middleware import DOCS_PATH, HEALTH_PATHS, PAGE_PATHS
-from sidestream.server.operations import MAX_TIMEOUT_S
 from sidestream.server.responses import Json
 from sidestream.version import VERSION
 
@@ -60,13 +59,18 @@ _CHECKED_BY_HAND: dict[str, Json] = {
     "system": _CONTENT,
     "tokens": _TOKENS,
 }
-_BODIES = {**fields.BODIES, **anthropic_messages.BODIES, **openai_responses.BODIES, **cache_prefixes.BODIES}
+_MODULES = (fields, anthropic_messages, openai_responses, cache_prefixes, cache_sessions, operations)
+_BODIES = {path: body for module in _MODULES for path, body in module.BODIES.items()}
 _QUERY: dict[str, Json] = {
     "limit": {"type": "integer", "minimum": 1, "maximum": cache_prefixes.MAX_LIMIT},
     "tier": _TEXT,
-    "timeout_s": {"type": "number", "minimum": 0, "maximum": MAX_TIMEOUT_S},
+    "timeout_s": {"type": "number", "minimum": 0, "maximum": operations.MAX_TIMEOUT_S},
 }
-_QUERY_OF = {"/v1/cache/prefixes": ("limit",), "/reset_prefix_cache": ("tier", "timeout_s"), "/flush": ("timeout_s",)}
+_QUERY_OF = {
+    "/v1/cache/prefixes": ("limit",),
+    "/reset_prefix_cache": ("tier", "timeout_s"),
+    **dict.fromkeys(("/flush", "/update_weights_from_disk"), ("timeout_s",)),
+}
 _CSP = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 
 

@@ -1,4 +1,5 @@
-"""The endpoints for operators: reset and flush the KV cache, pause the admission of requests, cancel a request.
+"""The endpoints for operators: reset and flush the KV cache, pause the admission of requests, cancel a request, replace
+the weights.
 
 Every one needs the admin key; see `ServerOptions.admin_key`. Used on the event loop only.
 """
@@ -6,21 +7,36 @@ Every one needs the admin key; see `ServerOptions.admin_key`. Used on the event 
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import Annotated, Any
 
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from sidestream.server.backend import Backend
-from sidestream.server.body import JsonResponse
+from sidestream.server.body import BodyReader, JsonResponse, checked, parse_object
 from sidestream.server.errors import ApiError, bad_request
+from sidestream.server.fields import Body
 from sidestream.server.middleware import require_admin
 
 DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S = 60.0, 600.0
 
 
-def operation_routes(backend: Backend) -> list[Route]:
+class _Weights(BaseModel):
+    """SGLang's spelling."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    model_path: Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+BODIES: Mapping[str, tuple[Body, ...]] = {"/update_weights_from_disk": ((_Weights, {}),)}
+"""As `fields.BODIES`."""
+
+
+def operation_routes(backend: Backend, bodies: BodyReader) -> list[Route]:
     """The routes of all operations."""
 
     async def reset_prefix_cache(request: Request) -> Response:
@@ -52,7 +68,15 @@ def operation_routes(backend: Backend) -> list[Route]:
             raise ApiError(404, f"no request {name[:128]!r} runs or waits in the engine", code="request_not_found")
         return JsonResponse({"id": name, "cancelled": ended})
 
+    async def update_weights(request: Request) -> Response:
+        check_query(request, ("timeout_s",))
+        async with bodies.read(request) as body:
+            asked: Any = checked(_Weights, parse_object(body), {})
+        await backend.update_weights(asked.model_path, timeout_s=_timeout_s(request))
+        return JsonResponse({"success": True, "message": f"serving the weights of {asked.model_path}"})
+
     return [
+        operation("/update_weights_from_disk", update_weights),
         operation("/reset_prefix_cache", reset_prefix_cache),
         operation("/flush", flush),
         operation("/pause", pause),

@@ -6,6 +6,7 @@ any thread; the event loop calls it on another one.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
@@ -30,7 +31,8 @@ def new_directory() -> str:
 
 
 class ResponseStore:
-    """A file for each response. Beyond the bounds of `options`, the least recently used ones are removed.
+    """A file for each response, which its owner alone finds. Beyond the bounds of `options`, the least recently used
+    ones are removed.
 
     directory   as of `new_directory`; None: a new one, which is removed with the store
     """
@@ -44,26 +46,29 @@ class ResponseStore:
         self._most_bytes = 64 << 20 if options.max_stored_bytes is None else options.max_stored_bytes
         self._has_failed = False
 
-    def put(self, name: str, data: bytes) -> None:
-        """Keep a response. The first failure of the file system is logged, and no failure raised."""
+    def put(self, name: str, data: bytes, *, owner: str = "") -> None:
+        """Keep a response for an owner. The first failure of the file system is logged, and no failure raised."""
         try:
             if self._most:
                 self._directory.mkdir(mode=0o700, exist_ok=True)
-                hidden = self._directory / f".{name}"
+                path = self._path(name, owner)
+                hidden = path.with_name(f".{path.name}")
                 hidden.write_bytes(data)
-                hidden.replace(self._directory / name)
+                hidden.replace(path)
                 self._remove_oldest()
         except OSError as failure:
             if not self._has_failed:
                 log.error("responses cannot be stored, so requests cannot continue them: %s", failure)
             self._has_failed = True
 
-    def get(self, name: str, *, param: str | None = None) -> bytes:
-        """The data of a response. Raises ApiError: 404, or 400 if a request names the response in the field `param`."""
+    def get(self, name: str, *, owner: str = "", param: str | None = None) -> bytes:
+        """The data of a response of this owner. Raises ApiError: 404, or 400 if a request names the response in the
+        field `param`.
+        """
         if _NAME.fullmatch(name):
             with suppress(OSError):
-                os.utime(self._directory / name)  # the time of its last use
-                return (self._directory / name).read_bytes()
+                os.utime(self._path(name, owner))  # the time of its last use
+                return self._path(name, owner).read_bytes()
         message = (
             f"no response {name[:64]!r} is stored: this server keeps the last {self._most} responses, at most "
             f"{self._most_bytes} bytes with their conversations, until it stops, and none with store false; "
@@ -72,10 +77,13 @@ class ResponseStore:
         status, code = (400, "previous_response_not_found") if param else (404, "response_not_found")
         raise ApiError(status, message, param=param, code=code)
 
-    def delete(self, name: str) -> None:
+    def delete(self, name: str, *, owner: str = "") -> None:
         """Remove a response. Raises ApiError as `get` does."""
-        self.get(name)
-        (self._directory / name).unlink(missing_ok=True)
+        self.get(name, owner=owner)
+        self._path(name, owner).unlink(missing_ok=True)
+
+    def _path(self, name: str, owner: str) -> Path:
+        return self._directory / (hashlib.sha256(owner.encode()).hexdigest()[:16] + name if owner else name)
 
     def _remove_oldest(self) -> None:
         found = []

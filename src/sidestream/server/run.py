@@ -18,8 +18,9 @@ import uvicorn
 from starlette.datastructures import State
 
 from sidestream.processes.signals import on_stop_signal
-from sidestream.server.app import create_app, health_reply, served_constants, text_handle
+from sidestream.server.app import create_app, health_reply, served_constants
 from sidestream.server.backend import Backend
+from sidestream.server.completions import text_handle
 from sidestream.server.connections import ConnectionLimits
 from sidestream.server.listen import bind
 from sidestream.server.middleware import CallbackEvent

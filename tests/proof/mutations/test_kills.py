@@ -25,7 +25,7 @@ QUICK = {
     "close-survives-a-lost-device": "error",
     "error-of-the-last-step-ends-the-engine": "balance",
     "failure-of-the-engine-is-delivered": "balance",
-    "stream-numbers-are-not-reused": "tokens",
+    "stream-numbers-are-not-reused": "answered",
     "end-is-sent-to-the-engine": "answered",
     "engine-side-drops-finished-streams": "balance",
 }

@@ -34,8 +34,11 @@ class TritonAttention:
 
     @classmethod
     def token_bytes(cls, spec: AttentionSpec) -> int:
-        splits = SplitKVWorkspace.token_bytes(spec.query_tokens, heads=spec.heads, head_dim=spec.head_dim)
-        return splits + 2 * spec.kv_heads * spec.head_dim * spec.dtype.itemsize
+        splits = SplitKVWorkspace.token_bytes(
+            spec.query_tokens, heads=spec.heads, head_dim=spec.value_dim, tokens=_split_tokens(spec)
+        )
+        contiguous = 0 if spec.latent_dim else 2 * spec.kv_heads * spec.head_dim * spec.dtype.itemsize
+        return splits + contiguous
 
     @classmethod
     def create(cls, spec: AttentionSpec, *, kv_tokens: int, chunk_tokens: int) -> TritonAttention:
@@ -43,11 +46,13 @@ class TritonAttention:
             query_tokens=spec.query_tokens,
             kv_tokens=kv_tokens,
             heads=spec.heads,
-            head_dim=spec.head_dim,
+            head_dim=spec.value_dim,
             device=spec.device,
+            tokens=_split_tokens(spec),
             draft=spec.draft,
         )
-        if chunk_tokens < LONG_TOKENS:  # the warm-up has no long chunk, so kernels for long chunks are not compiled
+        # Without a long chunk in the warm-up, kernels for long chunks are not compiled. They do not read latents.
+        if chunk_tokens < LONG_TOKENS or spec.latent_dim:
             return cls(workspace)
         contiguous = ContiguousKV.allocate(
             kv_heads=spec.kv_heads,
@@ -85,3 +90,10 @@ class TritonAttention:
             contiguous=self.contiguous,
             before_layer=before_layer,
         )
+
+
+def _split_tokens(spec: AttentionSpec) -> int:
+    """KV tokens of a split. Few programs read the latents of a row, because all heads share them, so splits of latents
+    are shorter. Shorter still, the memory for partial results would grow further.
+    """
+    return 128 if spec.latent_dim else 256

@@ -24,9 +24,9 @@ class BatchLocation:
     """Location of a packed batch's KV in the pool. The batch has T tokens in B rows. Numbers that differ between steps
     are on the device.
 
-    kv              the pool `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`, or a tensor `[blocks, 2,
-                    block_tokens, kv_heads, head_dim]` for each layer. In the dimension of size 2, index 0 is keys,
-                    index 1 values. block_tokens is a multiple of 16, and the last dimension is dense
+    kv              the pool `[blocks, layers, vectors, block_tokens, kv_heads, head_dim]`, or a tensor `[blocks,
+                    vectors, block_tokens, kv_heads, head_dim]` for each layer. There are two vectors, keys and values,
+                    or one, latents. block_tokens is a multiple of 16, and the last dimension is dense
     slot_mapping    int64 [T]: block_id * block_tokens + offset of each packed token, all different; negative: the token
                     writes nothing
     block_tables    integers [B, max_blocks]; entries beyond a row's KV are never read
@@ -112,7 +112,7 @@ class BatchLocation:
         return min(len(self.slot_mapping), self.split_rows * self.split_queries + self.short_rows * self.short_queries)
 
     def layer(self, index: int) -> torch.Tensor:
-        """One layer's part of the pool, `[blocks, 2, block_tokens, kv_heads, head_dim]`."""
+        """One layer's part of the pool, `[blocks, vectors, block_tokens, kv_heads, head_dim]`."""
         return self.kv[:, index] if isinstance(self.kv, torch.Tensor) else self.kv[index]
 
     def with_kv_shape(self, shape: KVShape) -> Self:

@@ -7,6 +7,10 @@ captured CUDA graph serves every batch within its launch bounds. Query heads tha
 `t = BLOCK_M // GROUP` tokens per tile, line m of a tile is query token `m // GROUP`, head `m % GROUP` of the group; the
 remaining lines of BLOCK_M are masked.
 
+Latent attention (ROTATED_DIM > 0): a token has one vector for all query heads, HEAD_DIM elements of a latent and then
+ROTATED_DIM elements of a rotated key. Scores are products with the whole vector; values are latents, so a tile of
+latents is loaded once for both. A "KV head" is then a group of query heads.
+
 The order of every sum is fixed, so that results are reproducible bit by bit. KV is reduced in tiles at multiples of
 BLOCK_N of the row's positions. Splits begin at multiples of SPLIT_TOKENS (in a short chunk, at multiples of WIDE_TOKENS
 after the first NARROW_SPLITS splits) and are combined `_CHUNK` at a time, from the first split that the query sees. A
@@ -50,12 +54,13 @@ def write(
     KV_HEADS: tl.constexpr,
     OUT_WIDTH: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Writes one token's keys and values to its slot, unless the slot is negative. If the token is padding after the
-    last row, sets its output to zero. Grid (tokens,).
+    last row, sets its output to zero. A latent is written as a key, its rotated key as a value. Grid (tokens,).
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -63,14 +68,15 @@ def write(
     slot = tl.load(slot_mapping + token).to(tl.int64)
     lane = tl.arange(0, WIDTH)
     if slot >= 0:
+        base = pool + slot // BLOCK_TOKENS * block_stride + slot % BLOCK_TOKENS * offset_stride
         head, dim = lane // HEAD_DIM, lane % HEAD_DIM
         mask = lane < KV_HEADS * HEAD_DIM
-        pointers = (
-            pool + slot // BLOCK_TOKENS * block_stride + slot % BLOCK_TOKENS * offset_stride + head * head_stride + dim
-        )
-        tl.store(pointers, tl.load(key + token * key_token_stride + head * key_head_stride + dim, mask=mask), mask=mask)
+        keys = tl.load(key + token * key_token_stride + head * key_head_stride + dim, mask=mask)
+        tl.store(base + head * head_stride + dim, keys, mask=mask)
+        head, dim = lane // VALUE_DIM, lane % VALUE_DIM
+        mask = lane < KV_HEADS * VALUE_DIM
         values = tl.load(value + token * value_token_stride + head * value_head_stride + dim, mask=mask)
-        tl.store(pointers + half_stride, values, mask=mask)
+        tl.store(base + half_stride + head * head_stride + dim, values, mask=mask)
     if token >= tl.load(cu_seqlens_q + num_rows):
         for begin in range(0, OUT_WIDTH, WIDTH):
             zeros = tl.zeros([WIDTH], out.dtype.element_ty)
@@ -234,6 +240,7 @@ def _sink_weight(sinks, heads, max_score):
 @triton.jit
 def _attend_kv_tiles(
     query,
+    rotated,
     max_score,
     weight_sum,
     acc,
@@ -257,6 +264,8 @@ def _attend_kv_tiles(
     BLOCK_TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    ROTATED_DIM: tl.constexpr,
+    PADDED_ROTATED: tl.constexpr,
 ):
     """Add the KV tiles [begin, stop) to a running softmax: the highest score, the sum of weights, the weighted values.
 
@@ -277,6 +286,9 @@ def _attend_kv_tiles(
         in_range = (tile + offsets >= low_key) & (tile + offsets < high_key)
         k = _load(keys, lines, dims, in_range, MASKED, HEAD_DIM, PADDED_DIM)
         scores = tl.dot(query, tl.trans(k), input_precision="ieee")
+        if ROTATED_DIM > 0:
+            r = _load(values, lines, tl.arange(0, PADDED_ROTATED), in_range, MASKED, ROTATED_DIM, PADDED_ROTATED)
+            scores = tl.dot(rotated, tl.trans(r), scores, input_precision="ieee")
         if CAPPED:  # tanh, computed with exp2; `exponent` contains the factor softcap
             scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * cap_scale))
         if MASKED:
@@ -288,7 +300,9 @@ def _attend_kv_tiles(
             # in an unmasked tile, and the bits would differ.
             scores = tl.where(is_visible, scores, float("-inf"))
         max_score, weight_sum, acc, weights = _softmax_weights(scores, max_score, weight_sum, acc, exponent)
-        v = _load(values, lines, dims, in_range, MASKED, HEAD_DIM, PADDED_DIM)
+        v = k
+        if ROTATED_DIM == 0:
+            v = _load(values, lines, dims, in_range, MASKED, HEAD_DIM, PADDED_DIM)
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
     return max_score, weight_sum, acc
 
@@ -328,6 +342,21 @@ def _queries(
         first,
         tl.minimum(first + TILE_TOKENS, kv_len),
     )
+
+
+@triton.jit
+def _rotated_queries(
+    query, q, packed, is_query, heads, token_stride, head_stride, HEAD_DIM: tl.constexpr, ROTATED_DIM: tl.constexpr,
+    PADDED_ROTATED: tl.constexpr,
+):  # fmt: skip
+    """The rotated parts of a tile of queries, which follow the first HEAD_DIM elements; `q` if there are none."""
+    rotated = q
+    if ROTATED_DIM > 0:
+        dims = tl.arange(0, PADDED_ROTATED)
+        at = packed * token_stride + heads * head_stride + HEAD_DIM
+        mask = is_query[:, None] & (dims[None, :] < ROTATED_DIM)
+        rotated = tl.load(query + at[:, None] + dims[None, :], mask=mask, other=0.0)
+    return rotated
 
 
 @triton.jit
@@ -493,6 +522,8 @@ def attend(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    ROTATED_DIM: tl.constexpr,
+    PADDED_ROTATED: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -531,6 +562,10 @@ def attend(
             query_head_stride,
             GROUP, HEAD_DIM, TILE_TOKENS, WINDOW,
         )  # fmt: skip
+        rotated = _rotated_queries(
+            query, q, packed, is_query, heads, query_token_stride, query_head_stride,
+            HEAD_DIM, ROTATED_DIM, PADDED_ROTATED,
+        )  # fmt: skip
         table = block_tables + row.to(tl.int64) * table_stride
         max_score = tl.full([BLOCK_M], float("-inf"), tl.float32)
         weight_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -544,19 +579,22 @@ def attend(
         if WINDOW:
             full = tl.cdiv(tl.maximum(high_key - window, 0), BLOCK_N) * BLOCK_N
             max_score, weight_sum, acc = _attend_kv_tiles(
-                q, max_score, weight_sum, acc, keys, values, table, edge, full, low_key, high_key, positions,
+                q, rotated, max_score, weight_sum, acc, keys, values, table, edge, full, low_key, high_key, positions,
                 window, cap_scale, exponent, block_stride, offset_stride,
                 True, WINDOW, CAPPED, BLOCK_N, BLOCK_TOKENS, HEAD_DIM, PADDED_DIM,
+                ROTATED_DIM, PADDED_ROTATED,
             )  # fmt: skip
         max_score, weight_sum, acc = _attend_kv_tiles(
-            q, max_score, weight_sum, acc, keys, values, table, full, diagonal, low_key, high_key, positions,
+            q, rotated, max_score, weight_sum, acc, keys, values, table, full, diagonal, low_key, high_key, positions,
             window, cap_scale, exponent, block_stride, offset_stride,
             False, WINDOW, CAPPED, BLOCK_N, BLOCK_TOKENS, HEAD_DIM, PADDED_DIM,
+            ROTATED_DIM, PADDED_ROTATED,
         )  # fmt: skip
         max_score, weight_sum, acc = _attend_kv_tiles(
-            q, max_score, weight_sum, acc, keys, values, table, tl.maximum(full, diagonal), high_key, low_key,
-            high_key, positions, window, cap_scale, exponent, block_stride, offset_stride,
+            q, rotated, max_score, weight_sum, acc, keys, values, table, tl.maximum(full, diagonal), high_key,
+            low_key, high_key, positions, window, cap_scale, exponent, block_stride, offset_stride,
             True, WINDOW, CAPPED, BLOCK_N, BLOCK_TOKENS, HEAD_DIM, PADDED_DIM,
+            ROTATED_DIM, PADDED_ROTATED,
         )  # fmt: skip
         if SINKS:
             weight_sum += _sink_weight(sinks, heads, max_score * exponent)
@@ -592,6 +630,10 @@ def attend(
                 query_head_stride,
                 GROUP, HEAD_DIM, TILE_TOKENS, WINDOW,
             )  # fmt: skip
+            rotated = _rotated_queries(
+                query, q, packed, is_query, heads, query_token_stride, query_head_stride,
+                HEAD_DIM, ROTATED_DIM, PADDED_ROTATED,
+            )  # fmt: skip
             table = block_tables + row.to(tl.int64) * table_stride
             max_score = tl.full([BLOCK_M], float("-inf"), tl.float32)
             weight_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -601,9 +643,10 @@ def attend(
             start = tl.maximum(_start_of(split, WIDE_TOKENS, SPLIT_TOKENS, NARROW_SPLITS), low_key // BLOCK_N * BLOCK_N)
             end = tl.minimum(_start_of(split + 1, WIDE_TOKENS, SPLIT_TOKENS, NARROW_SPLITS), high_key)
             max_score, weight_sum, acc = _attend_kv_tiles(
-                q, max_score, weight_sum, acc, keys, values, table, start, end, low_key, high_key, positions, window,
-                cap_scale, exponent, block_stride, offset_stride,
+                q, rotated, max_score, weight_sum, acc, keys, values, table, start, end, low_key, high_key, positions,
+                window, cap_scale, exponent, block_stride, offset_stride,
                 True, WINDOW, CAPPED, BLOCK_N, BLOCK_TOKENS, HEAD_DIM, PADDED_DIM,
+                ROTATED_DIM, PADDED_ROTATED,
             )  # fmt: skip
             part = (packed * max_splits + split) * (KV_HEADS * GROUP) + heads
             store_mask = is_query[:, None] & (dims[None, :] < HEAD_DIM)

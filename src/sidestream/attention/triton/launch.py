@@ -15,13 +15,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sidestream.attention.latent import LatentHeads
 from sidestream.attention.triton.batch import BatchLocation
 from sidestream.attention.triton.workspace import LONG_TOKENS, ContiguousKV, SplitKVWorkspace, Tile, Tiles
 from sidestream.errors import ConfigError, InvariantError
 from sidestream_kv.device.kinds import on_gpu
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_MAX_HEAD_DIM = 256
+_MAX_HEAD_DIM, _MAX_LATENT_DIM = 256, 512
+# Query heads of one program over latents: as many as a tile has lines. The sums of more do not fit its registers.
+_LATENT_GROUP = 64
 
 # Number of programs that share the splits: four on each of an H100's 132 multiprocessors, the most that can run at
 # once. The number does not change results.
@@ -46,10 +49,13 @@ class DeviceBatch(BatchLocation):
         sliding_window: int | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        latent: LatentHeads | None = None,
     ) -> torch.Tensor:
-        return paged_attention(
-            query, key, value, layer, self, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks
-        )
+        attended = paged_attention(
+            query if latent is None else latent.absorb(query), key, value, layer, self,
+            scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks,
+        )  # fmt: skip
+        return attended if latent is None else latent.project(attended)
 
 
 def paged_attention(
@@ -79,18 +85,20 @@ def paged_attention(
     block tables, the location of blocks, or on eager or captured launch. So the result of the same row differs by
     rounding between splits and one pass, and between two tile shapes.
 
-    Raises ConfigError without triton and for head sizes above 256, InvariantError for shapes that do not match.
+    If the pool holds latents: query [T, heads, latent_dim + rotated_dim] · key, the latents [T, 1, latent_dim] · value,
+    the rotated keys [T, 1, rotated_dim]; returns sums of latents, `[T, heads, latent_dim]`.
+
+    Raises ConfigError without triton, for head sizes above 256 and latents above 512, InvariantError for other shapes.
     """
     pool = batch.layer(layer)
     _check(query, key, value, pool, batch, scale)
-    tokens, heads, head_dim = query.shape
-    _, _, block_tokens, kv_heads, _ = pool.shape
+    tokens, heads, _ = query.shape
+    (kv_heads, group, head_dim, rotated_dim), pool_strides = _head_layout(query, key, value, pool)
     rows = len(batch.kv_lens)
     tiles = batch.tiles or Tiles.default(head_dim, query.dtype)
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    out = torch.empty(tokens, heads, head_dim, dtype=query.dtype, device=query.device)
     write(key, value, layer, batch, out=out)
 
-    group = heads // kv_heads
     window = sliding_window or 0
     cap_scale, exponent = _factors(scale, softcap)
     overlap = _overlap(query.device)
@@ -108,12 +116,12 @@ def paged_attention(
         _kernels().attend[grid](
             query, pool, out, out if sinks is None else sinks, *parts[:3], batch.block_tables, batch.cu_seqlens_q,
             batch.kv_lens, rows.start, rows.stop, long_above, parts[3], window, cap_scale, exponent,
-            batch.block_tables.stride(0), *query.stride()[:2], *pool.stride()[:4],
+            batch.block_tables.stride(0), *query.stride()[:2], *pool_strides,
             SPLIT_TOKENS=workspace.tokens if workspace else 0,
             NARROW_SPLITS=workspace.narrow_splits if workspace else 0, WIDE_TOKENS=wide_tokens,
             WINDOW=sliding_window is not None, CAPPED=softcap is not None, SINKS=sinks is not None,
             KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=_power_of_two(head_dim),
-            BLOCK_TOKENS=block_tokens,
+            ROTATED_DIM=rotated_dim, PADDED_ROTATED=_power_of_two(rotated_dim), BLOCK_TOKENS=pool.shape[2],
             BLOCK_M=_lines(tile, group), BLOCK_N=tile.keys, num_warps=_warps(tile, group), num_stages=tile.stages,
             **overlap.launch_options,
         )  # fmt: skip
@@ -205,20 +213,48 @@ def _attend_contiguous(
 
 
 def write(key: torch.Tensor, value: torch.Tensor, layer: int, batch: BatchLocation, *, out: torch.Tensor) -> None:
-    """Write keys and values, `[T, kv_heads, head_dim]`, into the pool, and zeros into the padding rows of `out`, `[T,
-    …]`.
+    """Write keys and values, `[T, kv_heads, head_dim]`, or latents and rotated keys, into the pool, and zeros into the
+    padding rows of `out`, `[T, …]`.
     """
     pool, tokens = batch.layer(layer), len(key)
-    _, _, block_tokens, kv_heads, head_dim = pool.shape
+    _, vectors, block_tokens, kv_heads, _ = pool.shape
     block_stride, half_stride, offset_stride, head_stride, _ = pool.stride()
+    head_dim, value_dim = key.shape[2], value.shape[2]
+    if vectors == 1:
+        half_stride = head_dim
     batch.before_layer(layer)
     _kernels().write[(tokens,)](
         key, value, pool, batch.slot_mapping, out, batch.cu_seqlens_q, len(batch.kv_lens),
         key.stride(0), key.stride(1), value.stride(0), value.stride(1), block_stride, half_stride, offset_stride,
         head_stride,
-        KV_HEADS=kv_heads, OUT_WIDTH=out[0].numel(), HEAD_DIM=head_dim, BLOCK_TOKENS=block_tokens,
-        WIDTH=_power_of_two(kv_heads * head_dim), OVERLAP=_overlap(out.device).on,
+        KV_HEADS=kv_heads, OUT_WIDTH=out[0].numel(), HEAD_DIM=head_dim, VALUE_DIM=value_dim,
+        BLOCK_TOKENS=block_tokens, WIDTH=_power_of_two(kv_heads * max(head_dim, value_dim)),
+        OVERLAP=_overlap(out.device).on,
     )  # fmt: skip
+
+
+class _Heads(NamedTuple):
+    """Sizes of attention for the kernels. With latents, `kv_heads` is a number of groups of query heads, which all read
+    the same latents, and `head_dim` the size of a latent.
+    """
+
+    kv_heads: int
+    group: int
+    head_dim: int
+    rotated_dim: int
+
+
+def _head_layout(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pool: torch.Tensor
+) -> tuple[_Heads, tuple[int, ...]]:
+    """The sizes, and the pool's strides from a block to the next one, from keys to values (or from latents to rotated
+    keys), from token to token and from head to head.
+    """
+    heads, kv_heads, (block, half, offset, head, _) = query.shape[1], pool.shape[3], pool.stride()
+    if pool.shape[1] == 2:
+        return _Heads(kv_heads, heads // kv_heads, query.shape[2], 0), (block, half, offset, head)
+    group = max(count for count in range(1, _LATENT_GROUP + 1) if heads % count == 0)
+    return _Heads(heads // group, group, key.shape[2], value.shape[2]), (block, key.shape[2], offset, 0)
 
 
 class _Overlap(NamedTuple):
@@ -267,15 +303,15 @@ def _check(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pool: torch.Tensor, batch: BatchLocation, scale: float
 ) -> None:
     tokens, heads, head_dim = query.shape
-    kv_heads = pool.shape[3]
-    if head_dim > _MAX_HEAD_DIM:
-        raise ConfigError(f"head_dim is {head_dim}: these kernels take up to {_MAX_HEAD_DIM}")
-    if (
-        key.shape != value.shape
-        or key.shape != (tokens, kv_heads, head_dim)
-        or pool.shape[-1] != head_dim
-        or heads % kv_heads
-    ):
+    vectors, kv_heads = pool.shape[1], pool.shape[3]
+    size, most = (head_dim, _MAX_HEAD_DIM) if vectors == 2 else (key.shape[2], _MAX_LATENT_DIM)
+    if size > most:
+        raise ConfigError(f"head_dim is {size}: these kernels take up to {most}")
+    if vectors == 2:
+        fits = key.shape == value.shape == (tokens, kv_heads, head_dim)
+    else:
+        fits = key.shape[:2] == value.shape[:2] == (tokens, 1) and key.shape[2] + value.shape[2] == head_dim
+    if not fits or pool.shape[-1] != head_dim or heads % kv_heads:
         raise InvariantError(
             f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)} do not fit a pool of "
             f"{kv_heads} heads of {pool.shape[-1]}"

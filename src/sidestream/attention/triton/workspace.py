@@ -59,6 +59,8 @@ class Tiles:
         if dtype == torch.float32:
             side, warps = (32, 4) if head_dim <= 64 else (32, 8) if head_dim <= 128 else (16, 8)
             return cls(Tile(side, side, warps, 1), Tile(16, side, warps, 1), Tile(side, side, warps, 1))
+        if head_dim > 256:  # latents
+            return cls(Tile(64, 32, 8, 2), Tile(16, 32, 4, 2), Tile(64, 32, 8, 2))
         if head_dim > 128:
             return cls(Tile(128, 64, 8, 2), Tile(16, 32, 4, 3), Tile(64, 32, 4, 2))
         return cls(Tile(128, 64, 8, 3), Tile(16, 32, 2, 3), Tile(64, 32, 4, 3))
@@ -109,7 +111,7 @@ class SplitKVWorkspace:
             raise ConfigError(f"a split of {tokens} KV tokens: give a power of two of 64 or more, such as 256")
         num_partials = query_tokens * -(-kv_tokens // tokens)
         max_heads = max(heads, draft.heads if draft else 0)
-        width = max(heads * head_dim, draft.heads * draft.head_dim if draft else 0)
+        width = max(heads * head_dim, draft.heads * draft.value_dim if draft else 0)
         buffers = (
             torch.empty(num_partials * count, dtype=torch.float32, device=device)
             for count in (width, max_heads, max_heads)
@@ -137,12 +139,12 @@ class SplitKVWorkspace:
             for part in (self.value_sums, self.max_scores, self.weight_sums)
         ]
         num_partials = rows * splits * shape.heads
-        if num_partials * shape.head_dim > buffers[0].numel() or num_partials > buffers[1].numel():
+        if num_partials * shape.value_dim > buffers[0].numel() or num_partials > buffers[1].numel():
             raise InvariantError(
-                f"{shape.heads} heads with head_dim {shape.head_dim}: the workspace was made for {heads} heads with "
+                f"{shape.heads} heads with head_dim {shape.value_dim}: the workspace was made for {heads} heads with "
                 f"head_dim {self.value_sums.shape[-1]}"
             )
-        views = _views(buffers, (rows, splits, shape.heads), shape.head_dim)
+        views = _views(buffers, (rows, splits, shape.heads), shape.value_dim)
         return SplitKVWorkspace(self.tokens, self.narrow_splits, self.wide_tokens, *views)
 
 

@@ -1,4 +1,4 @@
-"""Byte layout of KV blocks: `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`, one span for each block.
+"""Byte layout of KV blocks: `[blocks, layers, vectors, block_tokens, kv_heads, head_dim]`, one span for each block.
 
 Knows sizes only, never a tensor.
 """
@@ -69,6 +69,8 @@ class KVLayout:
     dtype          `"float32"`, `"float16"` or `"bfloat16"`
     windows        for each layer from the first on, the number of tokens of its sliding window; 0, and layers after
                    the last entry: the layer attends to all tokens. No property of the bytes, so not part of `describe`
+    latent_dim     0: a token has a key and a value in each layer. Otherwise it has one vector, which all query heads
+                   share: `latent_dim` elements of a latent, which is key and value, then the rotated part of the key
     """
 
     num_layers: int
@@ -77,6 +79,17 @@ class KVLayout:
     block_tokens: int
     dtype: str
     windows: tuple[int, ...] = ()
+    latent_dim: int = 0
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of a token in each layer and head: key and value, or one latent with its rotated key."""
+        return 1 if self.latent_dim else 2
+
+    @property
+    def value_dim(self) -> int:
+        """Elements that attention sums up for each query head."""
+        return self.latent_dim or self.head_dim
 
     @property
     def window(self) -> int:
@@ -97,7 +110,7 @@ class KVLayout:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's KV, all layers."""
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.num_layers * self.vectors * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def block_bytes(self) -> int:
@@ -106,7 +119,7 @@ class KVLayout:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one layer's keys and values in one block. Each layer is contiguous."""
+        """Bytes of one layer in one block. Each layer is contiguous."""
         return self.block_bytes // self.num_layers
 
     @property
@@ -116,11 +129,11 @@ class KVLayout:
 
     def shape(self, num_blocks: int) -> tuple[int, int, int, int, int, int]:
         """Shape of a pool of `num_blocks` blocks."""
-        return (num_blocks, self.num_layers, 2, self.block_tokens, self.num_kv_heads, self.head_dim)
+        return (num_blocks, self.num_layers, self.vectors, self.block_tokens, self.num_kv_heads, self.head_dim)
 
     def layers_for(self, num_values: int) -> int:
         """Number of layers that are needed to hold `num_values` values of the layout's dtype in each block."""
-        return -(-num_values // (2 * self.block_tokens * self.num_kv_heads * self.head_dim))
+        return -(-num_values // (self.vectors * self.block_tokens * self.num_kv_heads * self.head_dim))
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Number of blocks that hold `num_tokens` tokens."""
@@ -143,6 +156,8 @@ class KVLayout:
             "head_dim": self.head_dim,
             "block_tokens": self.block_tokens,
             "dtype": self.dtype,
+            # Only latents have this entry, so descriptions of all other models stay as they were.
+            **({"latent_dim": self.latent_dim} if self.latent_dim else {}),
         }
 
 

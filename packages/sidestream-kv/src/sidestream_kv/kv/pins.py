@@ -77,6 +77,28 @@ class Pins:
             self.held.update(wanted)
             return True
 
+    def move(self, earlier: Key, name: Key, keys: Sequence[Key], *, ttl_s: float) -> bool:
+        """Let the hint `earlier` hold `keys` instead, under this name. If `keys` continue its keys, as the next turn of
+        a conversation does, only the new ones cost time. Without that hint, the same as `add` with a hint.
+
+        Returns False, and changes nothing, if pins would hold too many blocks.
+        """
+        with self._lock:
+            self._end_late()
+            pin = self._pins.get(earlier)
+            if pin is not None and pin.hint and (name == earlier or name not in self._pins):
+                count = len(pin.keys)
+                gone, fresh = ((), {*keys[count:]}) if (*keys[:count],) == pin.keys else (pin.keys, {*keys})
+                self._let_go(gone)
+                if self._exceeds(fresh):
+                    self.held.update({*gone})
+                    return False
+                del self._pins[earlier]
+                self._pins[name] = Pin(tuple(keys), self._clock() + ttl_s, hint=True)
+                self.held.update(fresh)
+                return True
+        return self.add(name, keys, ttl_s=ttl_s, hint=True)
+
     def pass_over(self, order: OrderedDict[Key, Any]) -> None:
         """Make a key that no pin holds the first one: pinned ones before it move to the end, in their order. If pins
         hold all keys of `order`, which is not empty, pins end.
@@ -134,10 +156,12 @@ class Pins:
 
     def _end(self, name: Key) -> bool:
         pin = self._pins.pop(name, None)
-        if pin is None:
-            return False
-        for key in {*pin.keys}:
+        if pin is not None:
+            self._let_go(pin.keys)
+        return pin is not None
+
+    def _let_go(self, keys: Sequence[Key]) -> None:
+        for key in {*keys}:
             self.held[key] -= 1
             if not self.held[key]:
                 del self.held[key]
-        return True

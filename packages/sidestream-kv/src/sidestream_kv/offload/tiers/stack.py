@@ -23,7 +23,7 @@ from sidestream_kv.errors import ConfigError, InvariantError
 from sidestream_kv.kv.layout import LayeredLayout
 from sidestream_kv.kv.pool import FencedPool
 from sidestream_kv.metrics import Metrics
-from sidestream_kv.offload.tiers import disk, mooncake, redis
+from sidestream_kv.offload.tiers import disk, mooncake, redis, s3
 from sidestream_kv.offload.tiers.base import PersistentTier, TierContext, TierKind
 from sidestream_kv.offload.tiers.shared_memory import SharedMemory
 from sidestream_kv.offload.tiers.shared_pool import SharedPool
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 # Number of slots that a log line names.
 _SLOTS_TOLD = 8
 
-_KINDS: list[TierKind] = [disk.KIND, mooncake.KIND, redis.KIND]
+_KINDS: list[TierKind] = [disk.KIND, mooncake.KIND, redis.KIND, s3.KIND]
 """The known persistent tiers, fastest first."""
 
 

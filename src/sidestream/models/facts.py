@@ -1,0 +1,69 @@
+"""What a checkpoint is and needs, from its config and the headers of its files: no weight is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sidestream.models.config_checks import max_positions
+from sidestream.models.directory import local_directory, name_of
+from sidestream.models.loader import cache_parts, naming_model, precision_of, read_config
+from sidestream.models.text_part import text_config
+from sidestream.models.weights import stored_dtype_and_bytes
+from sidestream_kv.kv.layout import DTYPE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Facts about a checkpoint that the checks of configs accept.
+
+    kind            transformers' `model_type`
+    text_of         the kind of the whole model, of which the text part is served; empty: all of it is
+    quantisation    `quant_method` of its weights; empty: they are not quantised
+    stored          dtype of its weights, once they are not quantised
+    dtype, reason   the dtype in which it would be served here, and why
+    weights_bytes   in that dtype, of all ranks; None: the files of the weights are not here
+    token_bytes     KV of one token, of one rank
+    state_bytes     recurrent state of one request; 0: it has none
+    block_tokens    tokens of a block
+    max_positions   largest number of tokens of a request
+    """
+
+    kind: str
+    text_of: str
+    quantisation: str
+    stored: str
+    dtype: str
+    reason: str
+    weights_bytes: int | None
+    token_bytes: int
+    state_bytes: int
+    block_tokens: int
+    max_positions: int
+
+
+def facts_of(path_or_hub_id: str, *, dtype: str, device: torch.device, ranks: int = 1) -> ModelFacts:
+    """The facts of a directory or hub id, of which at most the config is downloaded. Options are those of `load_model`.
+    Raises ModelError with the reason if the model is not served.
+    """
+    parts = cache_parts(path_or_hub_id, dtype=dtype, block_tokens=None, device=device, ranks=ranks)
+    chosen = precision_of(path_or_hub_id, dtype=dtype, device=device)
+    with naming_model(name_of(path_or_hub_id)):
+        directory = local_directory(path_or_hub_id, weights=False)
+        config = read_config(directory)
+        text, quantisation = text_config(config), getattr(config, "quantization_config", None)
+        stored, num_bytes = stored_dtype_and_bytes(directory, quantisation)
+        return ModelFacts(
+            kind=text.model_type,
+            text_of="" if text is config else config.model_type,
+            quantisation=str(quantisation.get("quant_method", "")) if quantisation else "",
+            stored=stored,
+            dtype=chosen.dtype,
+            reason=chosen.reason,
+            weights_bytes=num_bytes * DTYPE_BYTES[chosen.dtype] // DTYPE_BYTES[stored] if num_bytes else None,
+            token_bytes=parts.kv.token_bytes,
+            state_bytes=0 if parts.state is None else parts.state.state_bytes,
+            block_tokens=parts.kv.block_tokens,
+            max_positions=max_positions(text),
+        )
