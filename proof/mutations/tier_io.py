@@ -13,7 +13,7 @@ from proof.mutations.operators import (
     SetArgument,
     Value,
 )
-from proof.mutations.reasons import GIVES_UP, PLACE
+from proof.mutations.reasons import GIVES_UP
 from proof.mutations.tables import Change, Equivalent, Exempt, Mutation
 
 _BALANCE = "it decides only whether a tier is read; tests/offload/test_costs.py covers it"
@@ -261,7 +261,7 @@ EQUIVALENT = (
         Mutation(
             name="kept-slots-are-held",
             hazard="H26",
-            change=SetArgument("share", 0, "[]"),
+            change=SetArgument("lease", 0, "()"),
             consequence="the part of a run in the host tier is evicted while the rest is read from disk",
             needs=frozenset({"disk"}),
         ),
@@ -328,7 +328,6 @@ EXEMPT = (
     ),
     Exempt("TierIO._begin_write", ("add",), "see block-is-in-one-tier-of-a-kind"),
     Exempt("TierIO._finish_writes", ("ended",), "see failed-disk-write-leaves-no-entry"),
-    Exempt("TierIO._begin_read", ("take",), PLACE),
     Exempt(
         "TierIO._begin_read", ("pin",), "without it there is no entry to read; rules above cover how long it is held"
     ),

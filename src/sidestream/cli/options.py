@@ -255,7 +255,7 @@ _OffloadHost = Annotated[
         "--offload-host",
         "Host memory for offloaded KV.",
         "SIZE",
-        f"{_OFFLOAD.host} with --offload-disk, else off",
+        f"{_OFFLOAD.host} with --offload-disk or --offload-shared-memory, else off",
     ),
 ]
 _OffloadDisk = Annotated[
@@ -287,6 +287,15 @@ _OffloadTiers = Annotated[
         'Further tiers, such as {"redis": {"url": "redis://host"}}: JSON, or a file with it.',
         "JSON|FILE",
         "none",
+    ),
+]
+_OffloadSharedMemory = Annotated[
+    Path | None,
+    _offload(
+        "--offload-shared-memory",
+        "Socket of a cache process (sidestream cache serve), whose memory --offload-host is; engines share it.",
+        "SOCKET",
+        "off",
     ),
 ]
 _LoadDeadline = Annotated[
@@ -332,6 +341,7 @@ def engine_config(
     offload_disk_capacity: _OffloadDiskCapacity = None,
     offload_write_policy: _OffloadWritePolicy = None,
     offload_tiers: _OffloadTiers = None,
+    offload_shared_memory: _OffloadSharedMemory = None,
     load_deadline: _LoadDeadline = None,
     watchdog_timeout: _WatchdogTimeout = _ENGINE.watchdog_timeout_s,
 ) -> EngineConfig:
@@ -359,7 +369,13 @@ def engine_config(
         speculative=_speculative_config(speculative, max_drafts, max_draft_slowdown, draft_head, draft_model),
         generation_config=generation_config,
         offload=_offload_config(
-            offload_host, offload_disk, offload_disk_capacity, offload_tiers, load_deadline, offload_write_policy
+            offload_host,
+            offload_disk,
+            offload_disk_capacity,
+            offload_tiers,
+            load_deadline,
+            offload_write_policy,
+            offload_shared_memory,
         ),
     )
 
@@ -402,11 +418,12 @@ def _offload_config(
     tiers: str | None,
     load_deadline_s: float | None,
     write_policy: str | None,
+    shared_memory: Path | None,
 ) -> OffloadConfig | None:
     for name, value in (("disk-capacity", disk_capacity), ("write-policy", write_policy)):
         if value is not None and not disks:
             raise ConfigError(f"--offload-{name} is {value}, but nothing is kept on disk: give --offload-disk DIR too")
-    if host is None and not disks and tiers is None:
+    if host is None and not disks and tiers is None and shared_memory is None:
         if load_deadline_s is not None:
             raise ConfigError(
                 f"--load-deadline is {load_deadline_s:g}, but offload is off: "
@@ -420,6 +437,7 @@ def _offload_config(
         disk_capacity=_OFFLOAD.disk_capacity if disk_capacity is None else disk_capacity,
         load_deadline_s=_OFFLOAD.load_deadline_s if load_deadline_s is None else load_deadline_s,
         write_policy=write_policy,
+        shared_memory=shared_memory,
     )
 
 

@@ -96,6 +96,8 @@ class OffloadConfig:
                      tiers, or one for each tier by its name. None: each tier's default, which is `"reused"` for the
                      disk, else `"all"`
     tiers            options of further tiers, by the tier's name (docs/tiers.md)
+    shared_memory    socket of a cache process (`sidestream cache serve`) in whose memory the host tier is, which other
+                     engines of this machine share; None: memory of the engine's own
     """
 
     host: int | str = "1GiB"
@@ -104,6 +106,7 @@ class OffloadConfig:
     load_deadline_s: float = 10.0
     write_policy: str | Mapping[str, str] | None = None
     tiers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)  # a URL may hold a password
+    shared_memory: str | Path | None = None
 
     def __post_init__(self) -> None:
         parse_bytes(self.host, option="offload host")
@@ -119,6 +122,8 @@ class OffloadConfig:
             raise ConfigError(f"write_policy is {wrong[0]!r}: give {' or '.join(WRITE_POLICIES)}")
         if len({path.resolve() for path in self.disks}) < len(self.disks):
             raise ConfigError(f"offload disk names a directory twice ({', '.join(map(str, self.disks))}): give it once")
+        if self.shared_memory is not None and self.host_bytes == 0:
+            raise ConfigError("shared_memory is for the host tier: give offload host a size, such as 4GiB")
         if self.disks and self.host_bytes == 0:
             raise ConfigError("offload to disk goes through host memory: give offload host a size, such as 256MiB")
         if self.tiers and self.host_bytes == 0:

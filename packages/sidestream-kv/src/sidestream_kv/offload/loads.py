@@ -146,11 +146,11 @@ class Loads:
         """Lease the slots that hold the source blocks, and queue the job. The load is reported as missed if a source
         block was evicted, or if the recurrent state covers another number of tokens than planned.
         """
-        source_ids = self._host.pool.match(plan.keys)
-        if len(source_ids) < len(plan.keys) or self._context.switches.abandoned:  # rule: missing-source-fails-the-load
+        slots = self._host.pool.lease(plan.keys)  # rule: load-holds-its-slots
+        if len(slots.ids) < len(plan.keys) or self._context.switches.abandoned:  # rule: missing-source-fails-the-load
+            slots.release()  # rule: missed-load-releases-its-slots
             self._miss(job_id, "load_failed" if self._context.switches.abandoned else "gone")
             return
-        slots = self._host.pool.share(source_ids)  # rule: load-holds-its-slots
         if plan.num_whole and self._covered(slots.ids) != plan.covers:  # rule: state-covers-the-planned-tokens
             slots.release()
             self._tiers.forget(plan.keys[: plan.num_whole])  # otherwise the next request would plan the same load

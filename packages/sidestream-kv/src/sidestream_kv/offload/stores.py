@@ -127,16 +127,16 @@ class Stores:
         pairs = [(k, b) for k, b in wanted if k not in self._storing and self._host.pool.get(k) is None]
         pool = self._host.pool
         room = 0 if self._context.switches.abandoned else pool.num_free if self.growing else pool.num_available
-        if len(pairs) > room:
-            self._leave_out(job, [key for key, _ in pairs[room:]])
-            del pairs[room:]
+        slots = pool.take_some(min(len(pairs), room))
+        if len(pairs) > len(slots.ids):
+            self._leave_out(job, [key for key, _ in pairs[len(slots.ids) :]])
+            del pairs[len(slots.ids) :]
         last = stop == len(plan.keys)
         if not pairs:
             if last:
                 self._reorder(job)
             self._settle(job)  # rule: skipped-store-is-settled
             return
-        slots = pool.take(len(pairs))
         keys, block_ids = tuple(key for key, _ in pairs), [block for _, block in pairs]
         copy = self._copy_of(plan, block_ids, slots)
         ticket = StoreTicket(job, keys, last, slots, copy, self._device.now())
@@ -342,8 +342,11 @@ class TierWrites:
     def reused(self, keys: Sequence[Key], prefix: tuple[Key, ...], generation: int) -> None:
         """A request reuses these blocks: write those in host memory to each tier that lacks them."""
         for io in self._selective:
-            held = [(key, self._pool.get(key)) for key in keys if not io.holds(key)]
-            io.write([(key, slot) for key, slot in held if slot is not None], prefix, generation)
+            missing = [key for key in keys if not io.holds(key)]
+            leases = [(key, self._pool.lease((key,))) for key in missing]
+            io.write([(key, slot) for key, lease in leases for slot in lease.ids], prefix, generation)
+            for _, lease in leases:
+                lease.release()  # rule: slot-of-a-reused-block-is-released
 
     def loads(self, plan: LoadPlan, generation: int) -> None:
         """A load reuses its blocks, unless a preempted request loads its own."""

@@ -255,17 +255,24 @@ class TierIO:
     # ------------------------------------------------------------------ reads
 
     def read(self, keys: Sequence[Key], generation: int) -> dict[Key, ReadTicket]:
-        """Begin to read the entries of `keys` into host slots. As many slots must be available, and the tier must hold
-        all `keys`.
+        """Begin to read the entries of `keys`, which the tier must hold, into host slots; only of the first ones, if
+        slots run out.
         """
         begun: dict[Key, ReadTicket] = {}
         for first in range(0, len(keys), self._batch):
-            begun |= self._begin_read(keys[first : first + self._batch], generation)
+            wanted = keys[first : first + self._batch]
+            tickets = self._begin_read(wanted, generation)
+            begun |= tickets
+            if len(tickets) < len(wanted):
+                break
         self.reads |= begun
         return begun
 
     def _begin_read(self, keys: Sequence[Key], generation: int) -> dict[Key, ReadTicket]:
-        slots = [self._host.pool.take(1) for _ in keys]
+        slots = [slot for _ in keys if (slot := self._host.pool.take_some(1)).ids]
+        keys = keys[: len(slots)]
+        if not keys:
+            return {}
         pins = [self._tier.index.pin([key]) for key in keys]
         stream = next(self._next_read_stream)
         for slot in slots:
@@ -401,8 +408,10 @@ class Promotions:
 
     def _keep(self, plan: PromotePlan) -> Lease:
         """Lease the host slots that hold blocks of the plan already."""
-        # rule: kept-slots-are-held
-        return self._host.pool.share([slot for key in plan.keys if (slot := self._host.pool.get(key)) is not None])
+        kept = self._host.pool.lease(())
+        for key in plan.keys:
+            kept.extend(self._host.pool.lease((key,)))  # rule: kept-slots-are-held
+        return kept
 
     def _promote(self, plan: PromotePlan, kept: Lease, generation: int) -> None:
         """Begin to read the plan's blocks that are not in host memory. If a block is being read for another request,
@@ -418,13 +427,16 @@ class Promotions:
             if read is not None:
                 reads[key] = read
                 continue
-            source = self._tiers.find(key)
-            if source is None or len(wanted) >= self._host.pool.num_available or self._context.switches.abandoned:
+            source = None if self._context.switches.abandoned else self._tiers.find(key)
+            if source is None or len(wanted) >= self._host.pool.num_available:
                 complete = False
                 break
             wanted[key] = source
         for name, io in self._io.items():
-            reads |= io.read([key for key, source in wanted.items() if source == name], generation)
+            of_tier = [key for key, source in wanted.items() if source == name]
+            begun = io.read(of_tier, generation)
+            reads |= begun
+            complete = complete and len(begun) == len(of_tier)
         deadline_s = self._clock() + self._patience_s(len(plan.keys))
         self._waiters.append(Waiter(plan.request_id, plan.epoch, reads, kept, complete, deadline_s))
 
@@ -448,8 +460,8 @@ class Promotions:
         the request still waits for other blocks.
         """
         for waiter in self._waiters:
-            if waiter.reads.get(ticket.key) is ticket and (slot := self._host.pool.get(ticket.key)) is not None:
-                waiter.kept.extend(self._host.pool.share([slot]))  # rule: promoted-block-is-held-for-its-request
+            if waiter.reads.get(ticket.key) is ticket:
+                waiter.kept.extend(self._host.pool.lease((ticket.key,)))  # rule: promoted-block-is-held-for-its-request
 
     def finish_waits(self) -> None:
         """End each wait whose reads have ended or whose deadline has passed: report it, and release its slots."""

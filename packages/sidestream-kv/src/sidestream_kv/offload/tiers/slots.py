@@ -122,6 +122,20 @@ class Records:
         """Records without entries."""
         return cls(np.zeros(num_slots, _U64), np.zeros(num_slots, _U64), np.zeros(num_slots, _BODY))
 
+    @classmethod
+    def over(cls, table: mmap, num_slots: int) -> Records:
+        """The records themselves, in a memory of `table_bytes` that several processes map."""
+        checks_bytes = _whole_pages(8 * num_slots)
+        return cls(
+            np.frombuffer(table, _U64, num_slots),
+            np.frombuffer(table, _U64, num_slots, checks_bytes),
+            np.frombuffer(table, _BODY, num_slots, 2 * checks_bytes),
+        )
+
+    def seal(self, slots: Slots) -> None:
+        """Make the records of these slots valid: write the checks of their bodies."""
+        self.checks[slots] = _checks(slots.astype(_U64), self.bodies[slots])
+
     def valid(self, slots: Slots) -> npt.NDArray[np.bool_]:
         """Whether the records of these slots are those of entries."""
         found: npt.NDArray[np.bool_] = self.checks[slots] == _checks(slots.astype(_U64), self.bodies[slots])
@@ -282,6 +296,11 @@ class SlotTable:
     @property
     def _num_bytes(self) -> int:
         return self._bodies_at + _whole_pages(_BODY.itemsize * self.geometry.num_slots)
+
+
+def table_bytes(num_slots: int) -> int:
+    """Bytes of the three arrays of records, in whole pages."""
+    return 2 * _whole_pages(8 * num_slots) + _whole_pages(_BODY.itemsize * num_slots)
 
 
 def check_of(slot: int, entry: Entry) -> int:
