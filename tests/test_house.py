@@ -60,12 +60,12 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 # Lines of today, rounded up. A part that must grow first says what it makes unnecessary; a part that shrank gets a
 # lower bound.
 LINES = {
-    "sidestream_kv": 17_155,
+    "sidestream_kv": 17_560,
     "sidestream_order": 6_040,
-    "sidestream": 46_550,
-    "proof": 21_605,
-    "bench": 10_390,
-    "tests": 66_460,
+    "sidestream": 46_570,
+    "proof": 21_720,
+    "bench": 10_420,
+    "tests": 66_980,
 }
 
 
