@@ -142,6 +142,18 @@ def shared(
 
 
 @_command()
+def restart(
+    model: Model = DEMO_MODEL,
+    prompt_tokens: PromptTokens = 2000,
+    rounds: Annotated[int, count("--rounds", "Number of prompts, and of engines that are killed.")] = 7,
+) -> Report:
+    """TTFT of the first request of an engine that starts again after kill -9, with a cache process (sidestream cache
+    serve), divided by that of an engine that kept running and has the prompt in host memory.
+    """
+    return _served(model)
+
+
+@_command()
 def decode(
     context: typer.Context,
     model: Model = DEMO_MODEL,

@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from mmap import mmap
@@ -32,6 +32,7 @@ from sidestream.errors import SidestreamError
 from sidestream_kv.config import parse_bytes
 from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.offload.tiers import slots
+from sidestream_kv.offload.tiers.base import batch_blocks
 from sidestream_kv.offload.tiers.directory import TierDirectory
 from sidestream_kv.offload.tiers.disk import SEGMENT_BYTES, DiskTier, entry_bytes
 
@@ -91,8 +92,8 @@ def _round(scratch: Path, block_bytes: int, num_bytes: int, fio: bool) -> dict[s
     count = num_bytes // block_bytes
     memory = np.frombuffer(mmap(-1, _MEMORY_BLOCKS * block_bytes), np.uint8).reshape(_MEMORY_BLOCKS, block_bytes)
     memory[:] = np.random.default_rng(0).integers(0, 256, memory.shape, np.uint8)
-    threads = (DiskTier.streams.writers, DiskTier.streams.readers)
     with _tier(scratch / "tier", memory, count) as tier:
+        threads = (tier.streams.writers, tier.streams.readers)
         found = {"write": _write_s(tier, memory, count)}
         found["raw_write"], found["raw_read"] = (_fio_s if fio else _raw_s)(scratch / "raw", memory, count, *threads)
         found["read"] = _read_s(tier, memory)
@@ -116,17 +117,42 @@ def _tier(path: Path, memory: Memory, count: int) -> Iterator[DiskTier]:
 
 
 def _write_s(tier: DiskTier, memory: Memory, count: int) -> float:
-    grants = [tier.index.reserve(number.to_bytes(16, "big")) for number in range(count)]
-    seconds = _run(tier.streams.writers, count, lambda at: tier.write(grants[at], memory[at % len(memory)]))  # type: ignore[arg-type]
+    grants = [grant for at in range(count) if (grant := tier.index.reserve(at.to_bytes(16, "big"))) is not None]
+    batches = _batches(tier, memory, count)
+    seconds = _run(
+        tier.streams.writers,
+        len(batches),
+        lambda at: _check(tier.write_all([grants[each] for each in batches[at]], _blocks(memory, batches[at]))),
+    )
     for grant in grants:
-        assert grant is not None
         tier.index.publish(grant)
     return seconds
 
 
 def _read_s(tier: DiskTier, memory: Memory) -> float:
     entries = list(tier.index.entries)
-    return _run(tier.streams.readers, len(entries), lambda at: tier.read(entries[at], memory[at % len(memory)]))
+    batches = _batches(tier, memory, len(entries))
+    return _run(
+        tier.streams.readers,
+        len(batches),
+        lambda at: _check(tier.read_all([entries[each] for each in batches[at]], _blocks(memory, batches[at]))),
+    )
+
+
+def _batches(tier: DiskTier, memory: Memory, count: int) -> list[range]:
+    """The blocks that the offload worker gives to a stream at once."""
+    size = batch_blocks(tier, memory.shape[1])
+    return [range(first, min(first + size, count)) for first in range(0, count, size)]
+
+
+def _blocks(memory: Memory, batch: range) -> list[Memory]:
+    return [memory[at % len(memory)] for at in batch]
+
+
+def _check(failures: Iterable[Exception | None]) -> None:
+    for failure in failures:
+        if failure is not None:
+            raise failure
 
 
 @contextmanager

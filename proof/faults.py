@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from sidestream.errors import TierCorrupt, TierError, TierFull
 from sidestream_kv.device.base import Stream
-from sidestream_kv.offload.tiers.base import Block, Entry, PersistentTier, TierIndex, WriteGrant
+from sidestream_kv.offload.tiers.base import Block, Entry, PersistentTier, TierIndex, TierStreams, WriteGrant
 from sidestream_kv.types import Key
 
 # An operation fails if its gate is not opened within this time, so that a faulty test does not hang.
@@ -88,13 +88,31 @@ def flapping(*faults: Fault) -> Fault:
     return fault
 
 
+def failure_of(work: Callable[..., None], *arguments: object) -> Exception | None:
+    """The error that a call raises."""
+    try:
+        work(*arguments)
+    except TierError as error:
+        return error
+    return None
+
+
 class FaultyTier:
     """Wraps a tier: `on_read` replaces every read, and `on_write` every write. Both may be changed at any time.
 
     reads, writes   keys of the started operations, in order
+    streams         with `batch_bytes`, several blocks are one piece of work, and each has its own fault
     """
 
-    def __init__(self, inner: PersistentTier, *, on_read: Fault = healthy, on_write: Fault = healthy) -> None:
+    def __init__(
+        self,
+        inner: PersistentTier,
+        *,
+        on_read: Fault = healthy,
+        on_write: Fault = healthy,
+        streams: TierStreams = TierStreams(),  # noqa: B008 - a frozen value
+    ) -> None:
+        self.streams = streams
         self.on_read = on_read
         self.on_write = on_write
         self.reads: list[Key] = []
@@ -113,6 +131,13 @@ class FaultyTier:
     def read(self, entry: Entry, out: Block) -> None:
         self.reads.append(entry.key)
         self.on_read(lambda: self._inner.read(entry, out), out)
+
+    def write_all(self, grants: Sequence[WriteGrant], payloads: Sequence[Block]) -> list[Exception | None]:
+        pairs = zip(grants, payloads, strict=True)
+        return [failure_of(self.write, grant, payload) for grant, payload in pairs]
+
+    def read_all(self, entries: Sequence[Entry], outs: Sequence[Block]) -> list[Exception | None]:
+        return [failure_of(self.read, entry, out) for entry, out in zip(entries, outs, strict=True)]
 
     def refresh(self) -> None:
         if (refresh := getattr(self._inner, "refresh", None)) is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from proof.mutations.operators import Become, Delete, Operator, Rewrite, Value
+from proof.mutations.operators import Become, Delete, DropOperand, Operator, Rewrite, Value
 from proof.mutations.tables import Equivalent, Exempt, Feature, Mutation
 
 
@@ -101,13 +101,13 @@ MUTATIONS = (
     _rule("copy-declares-what-it-writes", Value("reads"), "a copy declares only what it reads", "offload"),
     _rule(
         "disk-write-declares-its-entry",
-        Rewrite("*self._tier.index.accesses(grant), ", ""),
+        Value("[]"),
         "a disk write does not declare the entry of its grant",
         "disk",
     ),
     _rule(
         "disk-write-declares-its-slot",
-        Rewrite(", *self._host_memory.accesses([index], write=False)", ""),
+        DropOperand("accesses"),
         "a disk write does not declare the slot that it reads",
         "disk",
     ),
@@ -119,13 +119,13 @@ MUTATIONS = (
     ),
     _rule(
         "disk-read-declares-its-entry",
-        Rewrite("self._tier.index.access(entry, write=False), ", ""),
+        Value("list[Access]()"),
         "a disk read does not declare the entry that it reads",
         "disk",
     ),
     _rule(
         "disk-read-declares-its-slot",
-        Rewrite(", *self._host_memory.accesses([index], write=True)", ""),
+        DropOperand("accesses"),
         "a disk read does not declare the slot that it writes",
         "disk",
     ),

@@ -138,6 +138,8 @@ def _compiled(function: FunctionType, tree: Function) -> tuple[FunctionType, Cod
         around.body = body
         body = [around]
     original = function.__code__
+    if "__class__" in original.co_freevars:  # a mutation may have removed the only `super()`
+        tree.body += ast.parse("if False:\n    __class__").body
     flags = original.co_flags & annotations.compiler_flag
     code: CodeType = compile(ast.Module(body, []), original.co_filename, "exec", flags=flags, dont_inherit=True)
     for name in (*classes, original.co_name):

@@ -163,8 +163,7 @@ EQUIVALENT_MUTANTS: tuple[EquivalentMutant, ...] = (
     ),
     EquivalentMutant(
         "auto:offload.loads:Loads.submit:operand:1",
-        "if len(source_ids) < len(plan.keys) or self._context.switches.abandoned: "
-        "→ if len(source_ids) < len(plan.keys):",
+        "if len(slots.ids) < len(plan.keys) or self._context.switches.abandoned: → if len(slots.ids) < len(plan.keys):",
         "an abandoned worker drops the load in the same turn, with the same event",
     ),
     EquivalentMutant(

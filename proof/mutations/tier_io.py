@@ -13,7 +13,7 @@ from proof.mutations.operators import (
     SetArgument,
     Value,
 )
-from proof.mutations.reasons import GIVES_UP, PLACE
+from proof.mutations.reasons import GIVES_UP
 from proof.mutations.tables import Change, Equivalent, Exempt, Mutation
 
 _BALANCE = "it decides only whether a tier is read; tests/offload/test_costs.py covers it"
@@ -73,6 +73,12 @@ MUTATIONS = (
         change=DropOperand("_is_current"),
         consequence="a running write publishes a key that a reset is about to drop",
         needs=frozenset({"disk", "reset"}),
+    ),
+    Mutation(
+        name="failure-of-a-block-is-noted",
+        hazard="H9",
+        consequence="a block whose read or write failed counts as good, because others of its batch are",
+        needs=frozenset({"disk", "failing_tier"}),
     ),
     # ------------------------------------------------------------------ disk reads
     Mutation(
@@ -184,9 +190,32 @@ MUTATIONS = (
     ),
 )
 
+_ONE_DISK = "no schedule has two directories"
 _MISS = "the blocks are then a miss, and are recomputed"
 
 EQUIVALENT = (
+    Equivalent(
+        Mutation(
+            name="block-is-in-one-tier-of-a-kind",
+            hazard="H22",
+            change=Always(),
+            consequence="a block takes room in several directories of the disk tier",
+        ),
+        _ONE_DISK,
+        noticed_by="offload/test_disk_directories.py::test_blocks_are_divided_and_each_is_in_one_directory",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
+            name="tier-that-fails-is-passed-over",
+            hazard="H26",
+            change=Value("self._members"),
+            consequence="blocks are not written while one of several directories is full or broken",
+        ),
+        _ONE_DISK,
+        noticed_by="offload/test_disk_directories.py::test_a_directory_that_fails_is_passed_over",
+        unreached=True,
+    ),
     Equivalent(
         Mutation(
             name="invalidated-blocks-leave-the-disk",
@@ -232,7 +261,7 @@ EQUIVALENT = (
         Mutation(
             name="kept-slots-are-held",
             hazard="H26",
-            change=SetArgument("share", 0, "[]"),
+            change=SetArgument("lease", 0, "()"),
             consequence="the part of a run in the host tier is evicted while the rest is read from disk",
             needs=frozenset({"disk"}),
         ),
@@ -293,15 +322,18 @@ EXEMPT = (
     Exempt("TierWrites.stored", ("add",), _POLICY),
     Exempt("TierWrites.loads", ("epoch",), _POLICY),
     Exempt("TierWrites.continue_rest", ("abandoned", "clear"), GIVES_UP),
-    Exempt("TierIO.write", ("abandoned",), GIVES_UP),
+    Exempt("TierIO._grant", ("abandoned",), GIVES_UP),
     Exempt(
-        "TierIO.write", ("reserve",), "without it there is no entry to write; rules above cover how long it is held"
+        "TierIO._grant", ("reserve",), "without it there is no entry to write; rules above cover how long it is held"
     ),
+    Exempt("TierIO._begin_write", ("add",), "see block-is-in-one-tier-of-a-kind"),
     Exempt("TierIO._finish_writes", ("ended",), "see failed-disk-write-leaves-no-entry"),
-    Exempt("TierIO.read", ("take",), PLACE),
-    Exempt("TierIO.read", ("pin",), "without it there is no entry to read; rules above cover how long it is held"),
+    Exempt(
+        "TierIO._begin_read", ("pin",), "without it there is no entry to read; rules above cover how long it is held"
+    ),
     Exempt("TierIO.finish_reads", ("taken_in",), "disk-read-counts-after-its-fence decides when it is called"),
     Exempt("TierIO.finish_reads", ("publish",), "disk-read-counts-after-its-fence decides when it is called"),
     Exempt("TierIO._timed", ("abandoned",), GIVES_UP),
-    Exempt("ReadTicket.failure", ("failure",), "a query; rules above cover its callers"),
+    Exempt("ReadTicket.failure", ("failure", "failure"), "a query; rules above cover its callers"),
+    Exempt("WriteTicket.failure", ("failure", "failure"), "a query; rules above cover its callers"),
 )

@@ -81,7 +81,9 @@ class Life:
         self.others: SimRanks | None = None
         try:
             if workload.disk_blocks:
-                self.disk = scratch().open(self.model, self.device, num_blocks=workload.disk_blocks)
+                self.disk = scratch().open(
+                    self.model, self.device, num_blocks=workload.disk_blocks, ranks=workload.ranks
+                )
                 self.disks.append(self.disk)
             if workload.ranks > 1:
                 self.device.pin_s = workload.pin_s * workload.pin_lag
@@ -114,7 +116,11 @@ class Life:
         ranks, fails = SimRanks(self.device, workload.ranks), "failing_step" in workload.features
         for rank in range(1, workload.ranks):
             if workload.disk_blocks:
-                self.disks.append(scratch().open(self.model, self.device, num_blocks=workload.disk_blocks, rank=rank))
+                self.disks.append(
+                    scratch().open(
+                        self.model, self.device, num_blocks=workload.disk_blocks, rank=rank, ranks=workload.ranks
+                    )
+                )
             ranks.start(
                 rank,
                 RankToy(ScriptedModel(toy_of(workload), self.device if fails else None), ranks.groups[rank]),

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from proof.disk_slots import DiskSlots
+from proof.faults import failure_of
 from proof.torture.workload import DAMAGE, Fault, Operation, Workload
 from sidestream.attention.interface import AttentionBatch
 from sidestream.attention.paged import PagedBatch
@@ -27,7 +28,7 @@ from sidestream.runner.forward import Left
 from sidestream_kv.device.base import CopyBatch, Memory
 from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.kv.state_layout import StateLayout
-from sidestream_kv.offload.tiers.base import Block
+from sidestream_kv.offload.tiers.base import Block, TierStreams
 from sidestream_kv.offload.tiers.disk import DiskTier, entry_bytes
 from sidestream_kv.offload.tiers.index import Entry, TierIndex, WriteGrant
 from sidestream_kv.offload.tiers.slots import HEADER_BYTES
@@ -245,6 +246,7 @@ class ScriptedTier:
         self._device = device
         self._used = used
         self._others = others
+        self.streams = TierStreams(batch_bytes=inner.streams.batch_bytes)
 
     @property
     def index(self) -> TierIndex:
@@ -252,22 +254,57 @@ class ScriptedTier:
         return self._inner.index
 
     def write(self, grant: WriteGrant, payload: Block) -> None:
+        self._begin_write(grant)
+        self._write(grant, payload, self._device.script.next("write"))
+
+    def write_all(self, grants: Sequence[WriteGrant], payloads: Sequence[Block]) -> list[Exception | None]:
+        for grant in grants:
+            self._begin_write(grant)
+        return self._all("write", self._inner.write_all, self._write, list(zip(grants, payloads, strict=True)))
+
+    def read(self, entry: Entry, out: Block) -> None:
+        self._begin_read(entry)
+        self._read(entry, out, self._device.script.next("read"))
+
+    def read_all(self, entries: Sequence[Entry], outs: Sequence[Block]) -> list[Exception | None]:
+        for entry in entries:
+            self._begin_read(entry)
+        return self._all("read", self._inner.read_all, self._read, list(zip(entries, outs, strict=True)))
+
+    def _all(
+        self,
+        operation: Operation,
+        work: Callable[..., Sequence[Exception | None]],
+        faulty: Callable[..., None],
+        blocks: Sequence[tuple[Any, Block]],
+    ) -> list[Exception | None]:
+        """Blocks that have no fault are one batch of the real tier. Returns the failure of each block."""
+        faults = [self._device.script.next(operation) for _ in blocks]
+        good = [at for at, fault in enumerate(faults) if fault is None]
+        failures = dict(zip(good, work([blocks[at][0] for at in good], [blocks[at][1] for at in good]), strict=True))
+        return [
+            failures[at] if at in failures else failure_of(faulty, *blocks[at], faults[at]) for at in range(len(blocks))
+        ]
+
+    def _begin_write(self, grant: WriteGrant) -> None:
         for entry in (grant.entry, grant.victim):
             self._require(entry, write=True)
         self._used(grant.entry)
-        fault = self._device.script.next("write")
+
+    def _write(self, grant: WriteGrant, payload: Block, fault: Fault | None) -> None:
         self._device.play(fault, lambda: self._inner.write(grant, payload), torn=_never)
         self._damage(grant.entry, fault)
 
-    def read(self, entry: Entry, out: Block) -> None:
+    def _begin_read(self, entry: Entry) -> None:
+        self._require(entry, write=False)
+        self._used(entry)
+
+    def _read(self, entry: Entry, out: Block, fault: Fault | None) -> None:
         def torn() -> None:
             self._inner.read(entry, out)
             data = np.frombuffer(out, np.uint8)
             data[: len(data) // 2] ^= 0xA5
 
-        self._require(entry, write=False)
-        self._used(entry)
-        fault = self._device.script.next("read")
         self._damage(entry, fault)
         self._device.play(fault, lambda: self._inner.read(entry, out), torn=torn)
 
@@ -333,8 +370,12 @@ class Scratch:
         self._opened: set[Path] = set()  # since the last `clean`
         self._process = os.getpid()
 
-    def open(self, model: ScriptedModel, device: ScriptedDevice, *, num_blocks: int, rank: int = 0) -> ScriptedTier:
-        """Open the disk tier of a model on a rank. It has the entries that were written since the last `clean`."""
+    def open(
+        self, model: ScriptedModel, device: ScriptedDevice, *, num_blocks: int, rank: int = 0, ranks: int = 1
+    ) -> ScriptedTier:
+        """Open the disk tier of a model on one of `ranks` ranks. It has the entries that were written since the last
+        `clean`.
+        """
         path = Path(self._root.name) / f"{model.fingerprint}-{rank}"
         if path not in self._paths:
             self._paths.add(path)
@@ -342,15 +383,19 @@ class Scratch:
             DiskSlots(path).clear()  # serial numbers begin with a random one
         self._opened.add(path)
         # rank 0's index keeps the leases of all ranks
-        tier = self._open(path, model, num_blocks=num_blocks, tracer=None if rank else device.tracer)
+        tracer = None if rank else device.tracer
+        tier = self._open(path, model, num_blocks=num_blocks, tracer=tracer, batches=ranks == 1)
         return ScriptedTier(tier, device, functools.partial(self._use, path), functools.partial(self._others, path))
 
-    def _open(self, path: Path, model: ScriptedModel, *, num_blocks: int, tracer: Tracer | None) -> DiskTier:
+    def _open(
+        self, path: Path, model: ScriptedModel, *, num_blocks: int, tracer: Tracer | None, batches: bool = True
+    ) -> DiskTier:
         return DiskTier.open(
             path,
             layout=model.layout,
             fingerprint=model.fingerprint,
             capacity_bytes=num_blocks * entry_bytes(model.layout),
+            batches=batches,
             tracer=tracer,
         )
 

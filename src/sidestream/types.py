@@ -299,8 +299,8 @@ class CachedTokens:
 
     @property
     def disk(self) -> int:
-        """Tokens whose blocks came from disk."""
-        return self.by_tier.get("disk", 0)
+        """Tokens whose blocks came from disk, from all directories."""
+        return sum(count for tier, count in self.by_tier.items() if tier.partition("-")[0] == "disk")
 
     @property
     def total(self) -> int:

@@ -95,11 +95,11 @@ def test_inconsistent_speculation_options_are_refused(options: dict[str, Any], s
 def test_offload_is_on_if_host_memory_or_a_disk_is_given() -> None:
     assert engine_config().offload is None
     assert engine_config(offload_host="2GiB").offload == OffloadConfig(host="2GiB")
-    assert engine_config(offload_disk=Path("kv")).offload == OffloadConfig(disk=Path("kv"))
+    assert engine_config(offload_disk=[Path("kv")]).offload == OffloadConfig(disk=(Path("kv"),))
     everything = engine_config(
-        offload_host="2GiB", offload_disk=Path("kv"), offload_disk_capacity="3GiB", load_deadline=4
+        offload_host="2GiB", offload_disk=[Path("kv")], offload_disk_capacity="3GiB", load_deadline=4
     ).offload
-    assert everything == OffloadConfig("2GiB", Path("kv"), "3GiB", 4)
+    assert everything == OffloadConfig("2GiB", (Path("kv"),), "3GiB", 4)
 
 
 def test_tiers_are_given_as_json_or_in_a_file_that_keeps_their_passwords(tmp_path: Path) -> None:

@@ -65,9 +65,16 @@ def test_every_option_of_serve_is_read_from_the_file_as_its_type(run: Run, write
         value = "debug" if name == "log_level" else examples[base]
         lines.append(f"{name.replace('_', '-')}: {str(value).lower() if base is bool else value}")
         expected[name] = Path(str(value)) if base is Path else value
+        if list[Path] in kinds:
+            expected[name] = [Path("a"), Path("b")]
     result = run("serve", "--config", write("\n".join(lines)))
     assert result.exit_code == 0, result.output
     assert {name: seen.values[name] for name in expected} == expected
+
+
+def test_one_directory_of_several_needs_no_list(run: Run, write: Write, seen: _Seen) -> None:
+    assert run("serve", "--config", write("offload-disk: kv")).exit_code == 0
+    assert seen.values["offload_disk"] == [Path("kv")]
 
 
 def test_the_command_line_overrides_the_environment_and_both_the_file(

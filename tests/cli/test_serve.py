@@ -4,43 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import re
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from command_runner import Run
+from command_runner import WAIT_S, Run, serving
 
 from proof.disk_slots import DiskSlots
 
 pytestmark = pytest.mark.slow
-
-WAIT_S = 150.0
-
-
-@contextlib.contextmanager
-def _serving(model: Path, *options: object) -> Iterator[tuple[subprocess.Popen[str], httpx.Client, list[str]]]:
-    """The process, a client of it, and the lines that it printed when it was ready."""
-    program = [sys.executable, *["-m", "sidestream", "serve"]]
-    command = [*program, model, *["--port", "0", "--kv-memory", "32MiB", "--threads", "1"], *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([str(part) for part in command], **pipes, text=True, env=environment) as child:  # type: ignore[call-overload]
-        try:
-            assert child.stdout is not None
-            lines = [child.stdout.readline().rstrip("\n") for _ in range(3)]
-            url = re.search(r"http://\S+", lines[0])
-            assert url is not None, child.stderr.read()
-            with httpx.Client(base_url=url[0], timeout=WAIT_S) as client:
-                yield child, client, lines
-        finally:
-            child.kill()
 
 
 def _check_example(lines: list[str]) -> None:
@@ -58,7 +34,7 @@ def _chat(**fields: object) -> dict[str, object]:
 def test_an_interrupt_drains_and_stores_kv_and_timeline(tiny: Path, tmp_path: Path) -> None:
     kv, timeline = tmp_path / "kv", tmp_path / "timeline.json"
     options = ("--offload-disk", kv, "--offload-host", "8MiB", "--timeline", timeline, "--served-model-name", "tiny")
-    with _serving(tiny, *options) as (child, client, lines):
+    with serving(tiny, *options) as (child, client, lines):
         assert lines[0].startswith("tiny is ready at http://127.0.0.1:")
         _check_example(lines)
         assert client.post("/v1/chat/completions", json=_chat(max_tokens=8)).status_code == 200
@@ -74,7 +50,7 @@ def test_an_interrupt_drains_and_stores_kv_and_timeline(tiny: Path, tmp_path: Pa
 
 def test_every_process_of_a_server_logs_json_if_asked_to(tiny: Path) -> None:
     options = ("--log-format", "json", "--served-model-name", "tiny")
-    with _serving(tiny, *options) as (child, client, _):
+    with serving(tiny, *options) as (child, client, _):
         assert client.post("/v1/chat/completions", json=_chat(max_tokens=2)).status_code == 200
         child.send_signal(signal.SIGINT)
         _, errors = child.communicate(timeout=WAIT_S)
@@ -108,7 +84,7 @@ def test_the_second_signal_aborts_running_requests(tiny: Path) -> None:
     options = ("--single-process", "--served-model-name", "tiny", "--drain-seconds", 3600, "--api-key", "k")
     key = {"Authorization": "Bearer k"}
     with (
-        _serving(tiny, *options) as (child, client, lines),
+        serving(tiny, *options) as (child, client, lines),
         client.stream("POST", "/v1/chat/completions", json=_chat(stream=True), headers=key) as reply,
     ):
         assert '-H "Authorization: Bearer $SIDESTREAM_API_KEY"' in lines[1]

@@ -128,7 +128,7 @@ def test_touching_pages_in_the_background_keeps_written_bytes(monkeypatch: pytes
 
 def available(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     """What the system says, whatever is allocated: as if the kernel were behind with its own counting."""
-    monkeypatch.setattr("sidestream_kv.device.cpu.available_bytes", lambda: num_bytes)
+    monkeypatch.setattr("sidestream_kv.device.machine.available_bytes", lambda: num_bytes)
 
 
 def test_memory_whose_pages_are_not_mapped_yet_counts_as_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ def test_a_refused_allocation_uses_no_memory(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_allocation_works_if_the_available_memory_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sidestream_kv.device.cpu.available_bytes", lambda: None)
+    monkeypatch.setattr("sidestream_kv.device.machine.available_bytes", lambda: None)
     device = CpuDevice(compute_threads=1)
     assert int(device.allocate("kv", 4096).data.sum()) == 0
     device.close()

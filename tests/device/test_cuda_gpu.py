@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from mmap import mmap
 from typing import Any
 
 import numpy as np
@@ -257,6 +259,41 @@ def test_results_are_delivered_while_bulk_copies_run(device: CudaDevice) -> None
     assert mailbox.data[:2048].view(torch.int64).tolist() == list(range(256))
     assert mailbox.data[2048:2060].tolist() == [0, 0, 1, 2, 3, 4, 5, 6, 0, 0, 0, 0]
     finish(device, bulk)
+
+
+# ---------------------------------------------------------------------- pages of other processes
+
+
+def test_two_mappings_of_one_memory_are_pinned_and_copied_directly(device: CudaDevice) -> None:
+    """As two engines map the memory of a cache process. Prints the rates beside those of memory of its own."""
+    fd = os.memfd_create("shared")
+    os.ftruncate(fd, 2 * GIB)
+    memories = [device.adopt_host(f"mapping {number}", mmap(fd, 2 * GIB), item_bytes=BLOCK) for number in range(2)]
+    memories.append(device.allocate_host("own", 2 * GIB, item_bytes=BLOCK))
+    os.close(fd)
+    until = time.monotonic() + 60
+    while any(device.ready_bytes(memory) < memory.num_bytes for memory in memories):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    one, other, own = memories
+    kv, back = filled(device, "kv", GIB), device.allocate("back", GIB)
+    torch.cuda.default_stream().synchronize()
+    stream, starts = device.stream("copy"), np.arange(0, GIB // BLOCK * BLOCK, BLOCK)
+
+    def copied(source: Memory, target: Memory) -> float:
+        begun = time.perf_counter()
+        batch = device.prepare(CopyBatch(source, target, starts, starts, BLOCK))
+        fence = stream.submit_copy(batch, 0, len(starts))
+        submitted_s = time.perf_counter() - begun
+        finish(device, fence)
+        seconds = time.perf_counter() - begun
+        assert submitted_s < seconds / 2  # a copy of pages that are not pinned would block its caller
+        return len(starts) * BLOCK / seconds / 1e9
+
+    for _ in range(3):
+        rates = [copied(kv, one), copied(other, back), copied(kv, own), copied(own, back)]
+        print("GB/s: shared out {:.1f}, in {:.1f}; own out {:.1f}, in {:.1f}".format(*rates))
+    assert torch.equal(back.data[: len(starts) * BLOCK], kv.data[: len(starts) * BLOCK])
 
 
 # ---------------------------------------------------------------------- pinned in the background

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from mmap import mmap
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,18 @@ def test_pages_are_pinned_even_if_they_cannot_be_touched_first(monkeypatch: pyte
     slab.close()
 
 
+@pytest.mark.parametrize("old_kernel", [False, True])
+def test_pages_of_other_processes_keep_their_bytes(old_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if old_kernel:
+        monkeypatch.setattr(pinned, "advise", lambda address, size, advice: False)
+    pages, pins = mmap(-1, 2 * PAGE), Pins()
+    pages[:] = b"7" * len(pages)
+    slab = Slab("host", len(pages), item_bytes=1, pins=pins, shared=pages)
+    slab.close()
+    assert pins.pinned == [(slab.memory.data.data_ptr(), 2 * PAGE)]
+    assert pages[:] == b"7" * len(pages)
+
+
 def test_pages_are_touched_while_an_earlier_chunk_is_being_pinned(
     small_chunks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,7 +260,7 @@ def test_close_unpins_the_other_chunks_if_one_cannot_be_unpinned(small_chunks: N
 
 def device_with(monkeypatch: pytest.MonkeyPatch, available: Callable[[], int | None]) -> CudaDevice:
     device = CudaDevice(driver=FakeGpu(memory_bytes=1 << 20))  # type: ignore[arg-type]
-    monkeypatch.setattr("sidestream_kv.device.cuda.device.available_bytes", available)
+    monkeypatch.setattr("sidestream_kv.device.machine.available_bytes", available)
     return device
 
 

@@ -111,8 +111,8 @@ class Reply:
 
 
 class Rig:
-    """`blocks` and `slots` are sizes of the device pool and of the host tier (0: no offload). `store`: there is a tier
-    in it.
+    """`blocks` and `slots` are sizes of the device pool and of the host tier (0: no offload), which is that of a cache
+    process if `shared_memory` names its socket. `store`: there is a tier in it.
     """
 
     def __init__(
@@ -130,6 +130,7 @@ class Rig:
         proposer: Proposer | None = None,
         grammars: Any = None,
         store: MemoryStore | None = None,
+        shared_memory: Path | None = None,
         read_weights: Any = None,
         **options: Any,
     ) -> None:
@@ -137,7 +138,8 @@ class Rig:
         self.tokenizer = tokenizer or ToyTokenizer()
         layout = self.model.layout
         host = slots * layout.block_bytes
-        offload = OffloadConfig(host, load_deadline_s=load_deadline_s, write_policy=write_policy) if slots else None
+        tier = {"load_deadline_s": load_deadline_s, "write_policy": write_policy, "shared_memory": shared_memory}
+        offload = OffloadConfig(host, **tier) if slots else None  # type: ignore[arg-type]
         self.disk: FaultyTier | None = None
         if disk is not None:
             capacity = disk_blocks * entry_bytes(layout)

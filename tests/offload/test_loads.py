@@ -33,6 +33,15 @@ def test_a_load_that_is_not_ready_has_no_fences_for_a_step(rig: Rig) -> None:
     lease.release()
 
 
+def test_a_load_that_misses_its_last_block_holds_no_slot(rig: Rig) -> None:
+    rig.stored(keys("a", "b"))
+    lease = rig.blocks.take(3)
+    rig.load(keys("a", "b", "never stored"), lease.ids)
+    assert rig.poll() == [LoadFailed(1, 0, "gone")]
+    assert rig.host.pool.num_used == 0
+    lease.release()
+
+
 def test_a_loads_remaining_time_is_zero_once_all_its_copies_are_done(rig: Rig) -> None:
     rig.stored(keys("ab"))
     lease = rig.blocks.take(2)

@@ -127,7 +127,7 @@ def test_a_reset_stops_the_writes_of_a_flush(rig: Rig) -> None:
 
 
 def test_a_tier_has_its_own_policy_the_disks_is_reused() -> None:
-    stores = {"redis": "all", "mooncake": "all"}
+    stores = {"redis": "all", "mooncake": "all", "s3": "all"}
     assert write_policies(OffloadConfig()) == {"disk": "reused", **stores}
     assert write_policies(OffloadConfig(write_policy="all")) == {"disk": "all", **stores}
     assert write_policies(OffloadConfig(write_policy={"disk": "all"})) == {"disk": "all", **stores}

@@ -26,6 +26,7 @@ from sidestream_kv.kv.pool import FencedPool, Lease
 from sidestream_kv.metrics import Metrics
 from sidestream_kv.offload.connector import LoadReady, OffloadConnector, TransferEvent
 from sidestream_kv.offload.loads import CostModel
+from sidestream_kv.offload.tiers.base import TierStreams
 from sidestream_kv.offload.tiers.disk import DiskTier, entry_bytes
 from sidestream_kv.offload.tiers.stack import BlockMemory, HostTier, TierStack
 from sidestream_kv.types import Fence, Key, LoadPlan, PromotePlan, StorePlan
@@ -108,6 +109,8 @@ class Rig:
         disk_blocks: int = 64,
         self_check: float = 0.0,
         write_policies: Mapping[str, str] | None = None,
+        disk_streams: TierStreams = TierStreams(),  # noqa: B008 - a frozen value
+        second_disk: Path | None = None,
     ) -> None:
         """`ready_slots` of the host tier can be used at first; None: all."""
         self.device = CpuDevice(compute_threads=1)
@@ -120,10 +123,13 @@ class Rig:
         self.device.grows = lambda memory: self.pins and self.ready_slots < num_slots  # type: ignore[method-assign]
         slab = self.device.allocate_host("host", num_slots * LAYOUT.block_bytes)
         self.host = HostTier(slab, LAYOUT, ready_bytes=self.device.ready_bytes(slab))
-        self.disk: FaultyTier | None = None
-        if directory is not None:
-            capacity = disk_blocks * entry_bytes(LAYOUT)
-            self.disk = FaultyTier(DiskTier.open(directory, layout=LAYOUT, fingerprint="rig", capacity_bytes=capacity))
+        self.disks: dict[str, FaultyTier] = {}
+        for name, path in (("disk", directory), ("disk-2", second_disk)):
+            if path is not None:
+                capacity = disk_blocks * entry_bytes(LAYOUT)
+                tier = DiskTier.open(path, layout=LAYOUT, fingerprint="rig", capacity_bytes=capacity)
+                self.disks[name] = FaultyTier(tier, streams=disk_streams)
+        self.disk = self.disks.get("disk")
         self.costs = CostModel(LAYOUT)
         self.metrics = Metrics()
         self.clock = self.device.now = Clock()  # type: ignore[method-assign]
@@ -135,7 +141,7 @@ class Rig:
             device=self.device,
             pools=[self.blocks],
             memory=self.memory,
-            tiers=TierStack(self.host, {} if self.disk is None else {"disk": self.disk}),
+            tiers=TierStack(self.host, self.disks),
             costs=self.costs,
             metrics=self.metrics,
             load_deadline_s=DEADLINE_S,
@@ -260,8 +266,7 @@ class Rig:
         self.store(wanted, lease.ids, fence, **kept)
         self.finish("compute", "store")
         self.let_go(lease)
-        if self.disk is not None:
-            self.finish("disk-write-0")
+        self.finish(*(f"{name}-write-0" for name in self.disks))
 
     def on_disk_only(self, wanted: Sequence[Key]) -> None:
         """Blocks that only the disk holds."""
@@ -304,7 +309,7 @@ class Rig:
         self.blocks.check()
         self.host.pool.check()
         assert self.host.pool.num_used == 0
-        if self.disk is not None:
-            assert len(self.disk.index._idle) == len(self.disk.index), "an entry on disk is still pinned"
-            assert self.disk.index._leaving == 0
+        for disk in self.disks.values():
+            assert len(disk.index._idle) == len(disk.index), "an entry on disk is still pinned"
+            assert disk.index._leaving == 0
         assert self.device.host_waits() == {}

@@ -15,15 +15,19 @@ def test_each_rank_has_its_part(tmp_path: Path) -> None:
     config = OffloadConfig(host=4096, disk=tmp_path, disk_capacity=1 << 20)
     shares = [share_of_rank(config, rank, 2) for rank in range(2)]
     assert [share.host_bytes for share in shares] == [2048, 2048]
-    assert len({share.disk for share in shares}) == 2
+    assert len({share.disks for share in shares}) == 2
     assert share_of_rank(config, 0, 1) is config
+
+
+def test_each_rank_has_a_part_of_each_disk(tmp_path: Path) -> None:
+    share = share_of_rank(OffloadConfig(host=4096, disk=(tmp_path / "a", tmp_path / "b")), 1, 2)
+    assert share.disks == (tmp_path / "a" / "rank-1-of-2", tmp_path / "b" / "rank-1-of-2")
 
 
 def test_directory_of_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
     config = OffloadConfig(host=4096, disk=tmp_path)
     share = share_of_rank(config, 1, 2)
-    assert share.disk is not None
-    Path(share.disk).mkdir(parents=True)
+    share.disks[0].mkdir(parents=True)
     share_of_rank(config, 0, 2)
     with pytest.raises(ConfigError, match="which 4 ranks cannot use"):
         share_of_rank(config, 0, 4)

@@ -1,4 +1,4 @@
-"""`sidestream cache`: directories of disk tiers, also while engines use them."""
+"""`sidestream cache`: directories of disk tiers, also while engines use them; the cache process."""
 
 from __future__ import annotations
 
@@ -12,12 +12,39 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from sidestream.cli.declare import Command, Group, flag
-from sidestream.cli.options import AsJson
+from sidestream.cli.declare import Command, Group, flag, option
+from sidestream.cli.options import AsJson, Logging, LogLevel
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A disk directory, as given to --offload-disk.")]
 
-app = typer.Typer(cls=Group, help="Look at the directory of a disk tier, verify it, or delete it.")
+app = typer.Typer(
+    cls=Group, help="Look at the directory of a disk tier, verify it, or delete it; keep host memory for engines."
+)
+
+
+@app.command(cls=Command)
+def serve(
+    socket: Annotated[
+        Path, option("--socket", "PATH", "Socket at which engines ask for memory: their --offload-shared-memory.")
+    ],
+    host_memory: Annotated[str, option("--host-memory", "SIZE", "Most memory for blocks, of all models together.")],
+    log_level: Logging = LogLevel.INFO,
+) -> None:
+    """Own host memory for KV, which engines of this machine map and share, and which outlives them: an engine that
+    starts again finds its host tier as it was.
+
+    An engine takes --offload-host of it: `sidestream serve MODEL --offload-host 16GiB --offload-shared-memory PATH`.
+    The command ends with Ctrl-C or SIGTERM. Engines that run then keep what they have.
+    """
+    from sidestream.cli.loading import start_logging
+    from sidestream.processes.signals import on_stop_signal
+    from sidestream_kv.config import parse_bytes
+    from sidestream_kv.offload.cache_process import CacheProcess
+
+    start_logging(log_level)
+    process = CacheProcess(socket, host_bytes=parse_bytes(host_memory, option="host_memory"))
+    with on_stop_signal(lambda number: process.stop()):
+        process.run()
 
 
 @app.command(cls=Command)
@@ -52,10 +79,24 @@ def ls(directory: Directory, as_json: AsJson = False) -> None:
 
 
 @app.command(cls=Command)
-def stat(directory: Directory, as_json: AsJson = False) -> None:
-    """Count the blocks and bytes of one directory."""
+def stat(
+    directory: Annotated[Path, typer.Argument(metavar="DIR|SOCKET", help="A disk directory, or a cache process.")],
+    as_json: AsJson = False,
+) -> None:
+    """Count the blocks and bytes of one directory, or of a cache process."""
     from sidestream_kv.offload.tiers.inspection import Inspection
+    from sidestream_kv.offload.tiers.shared_memory import content_of
 
+    if directory.is_socket():
+        content = content_of(directory)
+        if as_json:
+            print(json.dumps(content, indent=2))
+            return
+        print(f"most bytes: {content['host_bytes']}")
+        for memory in content["memories"]:
+            print()
+            _print(memory, as_json=False)
+        return
     found = dataclasses.asdict(Inspection(directory).stat())
     if not as_json:
         found["last_used_s"] = _time(found["last_used_s"])

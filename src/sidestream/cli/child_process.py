@@ -63,6 +63,11 @@ class ChildProcess:
             self._process.stdout.close()
         self._stderr.close()
 
+    def kill(self) -> None:
+        """End the process at once, as `kill -9` does."""
+        self._process.kill()
+        self.close()
+
     def __enter__(self) -> Self:
         return self
 

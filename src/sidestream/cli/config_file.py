@@ -31,7 +31,9 @@ def _apply(context: typer.Context, path: Path | None) -> Path | None:
         known = {
             name: one for name, one in inspect.signature(command, eval_str=True).parameters.items() if name != "config"
         }
-        for name, (key, value) in _by_name(path, _read(path), list(known)).items():
+        for name, (key, given) in _by_name(path, _read(path), list(known)).items():
+            of_several = isinstance(given, str) and list[Path] in _kinds(known[name].annotation)
+            value = [given] if of_several else given
             expected = _type_error(value, known[name].annotation)
             if expected is not None:
                 raise ConfigError(f"{path} sets {key} to {_shown(name, value)}: {expected}")
@@ -109,11 +111,10 @@ def _type_error(value: Any, annotation: Any) -> str | None:
     YAML guesses types (`off` is false, 010 is 8). So if an option needs a text, a number or boolean is an error and is
     not converted.
     """
-    kind, *_ = get_args(annotation)
-    kinds = set(get_args(kind)) - {type(None)} or {kind}
+    kinds = _kinds(annotation)
     if bool in kinds:
         return None if isinstance(value, bool) else "it must be true or false"
-    if list[str] in kinds:
+    if kinds & {list[str], list[Path]}:
         texts = isinstance(value, list) and all(isinstance(one, str) for one in value)
         return None if texts else 'it must be a list of texts, such as ["a", "b"]'
     if int in kinds or float in kinds:
@@ -125,6 +126,12 @@ def _type_error(value: Any, annotation: Any) -> str | None:
         if issubclass(choices, Enum) and value not in list(choices):
             return f"it must be one of {', '.join(choices)}"
     return None if isinstance(value, str) else "it must be a text: put it in quotes, or leave it out"
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The types that an option's value may have."""
+    kind, *_ = get_args(annotation)
+    return set(get_args(kind)) - {type(None)} or {kind}
 
 
 def _shown(name: str, value: Any) -> str:

@@ -12,7 +12,7 @@ import functools
 import inspect
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -255,15 +255,21 @@ _OffloadHost = Annotated[
         "--offload-host",
         "Host memory for offloaded KV.",
         "SIZE",
-        f"{_OFFLOAD.host} with --offload-disk, else off",
+        f"{_OFFLOAD.host} with --offload-disk or --offload-shared-memory, else off",
     ),
 ]
 _OffloadDisk = Annotated[
-    Path | None, _offload("--offload-disk", "Directory for offloaded KV; later processes reuse this KV.", "DIR", "off")
+    list[Path] | None,
+    _offload(
+        "--offload-disk",
+        "Directory for offloaded KV; later processes reuse this KV. Several times: one on each disk.",
+        "DIR",
+        "off",
+    ),
 ]
 _OffloadDiskCapacity = Annotated[
     str | None,
-    _offload("--offload-disk-capacity", "Maximum size of the directory.", "SIZE", str(_OFFLOAD.disk_capacity)),
+    _offload("--offload-disk-capacity", "Maximum size of each directory.", "SIZE", str(_OFFLOAD.disk_capacity)),
 ]
 _OffloadWritePolicy = Annotated[
     str | None,
@@ -281,6 +287,15 @@ _OffloadTiers = Annotated[
         'Further tiers, such as {"redis": {"url": "redis://host"}}: JSON, or a file with it.',
         "JSON|FILE",
         "none",
+    ),
+]
+_OffloadSharedMemory = Annotated[
+    Path | None,
+    _offload(
+        "--offload-shared-memory",
+        "Socket of a cache process (sidestream cache serve), whose memory --offload-host is; engines share it.",
+        "SOCKET",
+        "off",
     ),
 ]
 _LoadDeadline = Annotated[
@@ -326,6 +341,7 @@ def engine_config(
     offload_disk_capacity: _OffloadDiskCapacity = None,
     offload_write_policy: _OffloadWritePolicy = None,
     offload_tiers: _OffloadTiers = None,
+    offload_shared_memory: _OffloadSharedMemory = None,
     load_deadline: _LoadDeadline = None,
     watchdog_timeout: _WatchdogTimeout = _ENGINE.watchdog_timeout_s,
 ) -> EngineConfig:
@@ -353,7 +369,13 @@ def engine_config(
         speculative=_speculative_config(speculative, max_drafts, max_draft_slowdown, draft_head, draft_model),
         generation_config=generation_config,
         offload=_offload_config(
-            offload_host, offload_disk, offload_disk_capacity, offload_tiers, load_deadline, offload_write_policy
+            offload_host,
+            offload_disk,
+            offload_disk_capacity,
+            offload_tiers,
+            load_deadline,
+            offload_write_policy,
+            offload_shared_memory,
         ),
     )
 
@@ -391,16 +413,17 @@ def _speculative_config(
 
 def _offload_config(
     host: str | None,
-    disk: Path | None,
+    disks: Sequence[Path] | None,
     disk_capacity: str | None,
     tiers: str | None,
     load_deadline_s: float | None,
     write_policy: str | None,
+    shared_memory: Path | None,
 ) -> OffloadConfig | None:
     for name, value in (("disk-capacity", disk_capacity), ("write-policy", write_policy)):
-        if value is not None and disk is None:
+        if value is not None and not disks:
             raise ConfigError(f"--offload-{name} is {value}, but nothing is kept on disk: give --offload-disk DIR too")
-    if host is None and disk is None and tiers is None:
+    if host is None and not disks and tiers is None and shared_memory is None:
         if load_deadline_s is not None:
             raise ConfigError(
                 f"--load-deadline is {load_deadline_s:g}, but offload is off: "
@@ -410,10 +433,11 @@ def _offload_config(
     return OffloadConfig(
         tiers={} if tiers is None else _tiers(tiers),
         host=_OFFLOAD.host if host is None else host,
-        disk=disk,
+        disk=tuple(disks) if disks else None,
         disk_capacity=_OFFLOAD.disk_capacity if disk_capacity is None else disk_capacity,
         load_deadline_s=_OFFLOAD.load_deadline_s if load_deadline_s is None else load_deadline_s,
         write_policy=write_policy,
+        shared_memory=shared_memory,
     )
 
 

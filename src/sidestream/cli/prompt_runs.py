@@ -73,20 +73,30 @@ class ChildEngine:
 
     options   fields of EngineConfig as plain values; "offload" maps to the fields of OffloadConfig, "speculative" to
               the fields of SpeculativeConfig
+    warm_up   whether the engine answers a short prompt first
     """
 
     def __init__(
-        self, model: str, options: dict[str, Any], *, timeline: str | None = None, check_order: bool = False
+        self,
+        model: str,
+        options: dict[str, Any],
+        *,
+        timeline: str | None = None,
+        check_order: bool = False,
+        warm_up: bool = True,
     ) -> None:
-        self._child = ChildProcess(
-            __name__, {"model": model, "options": options, "timeline": timeline, "check_order": check_order}
-        )
+        setup = {"model": model, "options": options, "timeline": timeline, "check_order": check_order}
+        self._child = ChildProcess(__name__, {**setup, "warm_up": warm_up})
 
     def __enter__(self) -> ChildEngine:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._child.close()
+
+    def kill(self) -> None:
+        """End the process at once, as `kill -9` does."""
+        self._child.kill()
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_tokens: int, at_once: bool = False) -> PromptRuns:
         """Continue the prompts greedily, one after another or all at once, and wait until their KV is stored."""
@@ -108,7 +118,8 @@ def _set_up(setup: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], Any], Cal
     if "speculative" in options:
         options["speculative"] = SpeculativeConfig(**options["speculative"])
     llm = LLM(setup["model"], timeline=setup["timeline"], check_order=setup["check_order"], **options)
-    _generate(llm, [list(_WARM_UP)], 4)
+    if setup["warm_up"]:
+        _generate(llm, [list(_WARM_UP)], 4)
     return lambda request: _answer(llm, request), llm.close
 
 

@@ -173,8 +173,8 @@ def _serve_in_one_process(model: str, options: ServerOptions, config: EngineConf
 
 
 def _close(close: Callable[[], None], config: EngineConfig) -> None:
-    disk = config.offload.disk if config.offload is not None else None
-    log.info("stopping%s; interrupt again to quit at once", f", and storing KV in {disk}" if disk is not None else "")
+    disks = ", ".join(map(str, () if config.offload is None else config.offload.disks))
+    log.info("stopping%s; interrupt again to quit at once", f", and storing KV in {disks}" if disks else "")
     with Steps(say=log.info) as steps:
         steps.update("closing")
         close()

@@ -22,6 +22,7 @@ from sidestream.config import KVEventsConfig
 from sidestream_kv.device.channel import Bell
 from sidestream_kv.kv.key_log import KeyChange, KeyLog, KeysCleared, KeysRemoved, KeysStored
 from sidestream_kv.metrics import Metrics
+from sidestream_kv.offload.tiers.stack import kind_of
 from sidestream_kv.types import DEVICE, HOST, Key
 
 if TYPE_CHECKING:
@@ -108,13 +109,13 @@ def events_of(changes: Iterable[KeyChange], *, block_tokens: int) -> list[KVEven
                         token_ids,
                         block_tokens,
                         None,
-                        _MEDIA.get(tier, _OTHER_MEDIUM),
+                        _MEDIA.get(kind_of(tier), _OTHER_MEDIUM),
                         None,
                         ((salt,), *(None for _ in keys[1:])) if salted else None,
                     )
                 )
             case KeysRemoved(tier, keys):
-                hashes, medium = tuple(map(block_hash, keys)), _MEDIA.get(tier, _OTHER_MEDIUM)
+                hashes, medium = tuple(map(block_hash, keys)), _MEDIA.get(kind_of(tier), _OTHER_MEDIUM)
                 # rule: removals-are-not-merged-over-a-store
                 if events and isinstance(last := events[-1], BlockRemoved) and last.medium == medium:
                     events.pop()

@@ -10,6 +10,7 @@ import logging
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from functools import partial
@@ -40,6 +41,8 @@ from sidestream.tokenizer import Tokenizer
 from sidestream_kv.device.choice import torch_device
 from sidestream_kv.device.machine import process_age_s
 from sidestream_kv.metrics import Timeline
+from sidestream_kv.offload.tiers.shared_memory import content_of
+from sidestream_kv.offload.tiers.stack import share_of_rank
 
 if TYPE_CHECKING:
     from sidestream_order.checker import Checker
@@ -98,6 +101,9 @@ class LoadedEngine:
         config.sizes(device.type)
         check_ranks(config)
         check_endpoints(config.kv_events)
+        if config.offload is not None and config.offload.shared_memory is not None:
+            share_of_rank(config.offload, 0, config.tensor_parallel)  # refuses several ranks
+            content_of(config.offload.shared_memory)  # raises an error if no cache process is there
         self.path = resolve(str(model), progress=progress)
         block_tokens = default_block_tokens_of(self.path, device=device)  # reads the config before all other files
         if config.block_tokens is None:  # checked together with the other sizes, before weights are read
@@ -164,7 +170,7 @@ class LoadedEngine:
             ranks=None if self._processes is None else self._processes.transport.ranks,
             group=group,
             grammars=_grammars(self.tokenizer, loaded.vocab_size),
-            read_weights=partial(self._read_weights, loaded, device),
+            read_weights=partial(self._read_weights, weakref.ref(loaded), device),  # a closed engine holds no weights
             tell=on_stage,
         )
         if self._processes is not None:
@@ -176,10 +182,14 @@ class LoadedEngine:
                 raise
         return engine
 
-    def _read_weights(self, served: PagedModel, device: torch.device, path: str) -> tuple[Callable[[], None], str]:
-        """The function that gives `served` the weights of another checkpoint, and their fingerprint. Raises ModelError
-        and ConfigError.
+    def _read_weights(
+        self, model: Callable[[], PagedModel | None], device: torch.device, path: str
+    ) -> tuple[Callable[[], None], str]:
+        """The function that gives the served model the weights of another checkpoint, and their fingerprint. Raises
+        ModelError and ConfigError.
         """
+        if (served := model()) is None:
+            raise ConfigError("the engine was closed")
         if self.config.speculative is not None and self.config.speculative.proposer == "mtp":
             raise ConfigError("a head for multi-token prediction belongs to its weights: start a new engine")
         other = load_model(

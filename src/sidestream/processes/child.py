@@ -136,6 +136,8 @@ def plain(value: Any) -> Any:
     """A configuration as values that msgpack can encode: mappings, strings and numbers."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, tuple | list):
+        return [plain(each) for each in value]
     return str(value) if isinstance(value, Path) else value
 
 

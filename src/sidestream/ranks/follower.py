@@ -146,7 +146,7 @@ class Follower:
                 lambda: tier.read(entry, slot),
                 # rule: disk-read-of-a-rank-declares-its-slot
                 lambda: self._slot_accesses(message.slot, write=True),
-                label="read block",
+                label="read blocks",
             )
         else:
             victim = None if message.victim is None else Entry(*message.victim)
@@ -154,7 +154,7 @@ class Follower:
                 lambda: _write(tier, WriteGrant(entry, victim), slot),
                 # rule: disk-write-of-a-rank-declares-its-slot
                 lambda: self._slot_accesses(message.slot, write=False),
-                label="write block",
+                label="write blocks",
             )
         self._submitted(message.stream, message.number, fence)
 

@@ -200,23 +200,26 @@ class JointStream:
         )
 
     def submit(self, work: Callable[[], None], accesses: Accesses = no_accesses, *, label: str = "") -> Fence:
-        """Submit a read or a write of a persistent tier, or work for this rank only. Raises InvariantError for other
-        work.
+        """Submit a read or a write of a block of a persistent tier, or work for this rank only. Raises InvariantError
+        for other work.
         """
         if isinstance(work, LocalWork):
             return self._stream.submit(work, accesses, label=label)
-        if not isinstance(work, TierWork):
+        if not isinstance(work, TierWork) or len(work.blocks) > 1:
             raise InvariantError(f"stream {self.name}: other ranks cannot run {label or 'work'} of rank 0")
-        local, entry, grant = self._stream.submit(work, accesses, label=label), work.entry, work.grant
-        if grant is None:
+        (block,) = work.blocks
+        local, entry = self._stream.submit(work, accesses, label=label), block.entry
+        if block.grant is None:
             return self._sent(
                 local,
-                lambda number, after: TierRead(self.name, number, work.tier, work.slot, entry.key, entry.serial, after),
+                lambda number, after: TierRead(
+                    self.name, number, work.tier, block.slot, entry.key, entry.serial, after
+                ),
             )
-        victim = None if work.victim is None else (work.victim.key, work.victim.serial)
+        victim = None if block.victim is None else (block.victim.key, block.victim.serial)
         return self._sent(
             local,
-            lambda number, after: TierWrite(self.name, number, work.tier, work.slot, entry.key, entry.serial, victim),
+            lambda number, after: TierWrite(self.name, number, work.tier, block.slot, entry.key, entry.serial, victim),
         )
 
     def _sent(self, local: Fence, message: Callable[[int, tuple[FenceName, ...]], Message]) -> JointFence:

@@ -314,7 +314,7 @@ def test_a_reset_that_removes_no_key_is_noticed_at_once() -> None:
 def test_a_damaged_file_is_an_objection_only_if_the_script_does_not_damage_files() -> None:
     disk = dataclasses.replace(PLAIN, disk_blocks=16)
     cut = doctored(
-        ScriptedTier.write,
+        ScriptedTier._write,
         "self._damage(grant.entry, fault)",
         SetArgument("_damage", 1, "Fault('write', 'truncated', 0)"),
     )

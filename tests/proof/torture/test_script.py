@@ -188,15 +188,21 @@ def test_an_engine_that_loses_a_rank_ends_its_requests_and_the_next_one_answers_
     assert {f"request {number} ends: length" for number in range(len(VISITS))} <= set(texts)
 
 
-@pytest.mark.parametrize("front_ends", [0, 2])
+# `at`: a turn after which the engine is closed before it learns of a lost device.
 @pytest.mark.parametrize(
-    ("ranks", "kind", "end"), [(1, "device_lost", "abort"), (2, "device_lost", "abort"), (2, "rank_lost", "error")]
+    ("ranks", "kind", "end", "front_ends", "at"),
+    [
+        (1, "device_lost", "abort", 0, 21),
+        (1, "device_lost", "abort", 2, 23),
+        *((2, "device_lost", "abort", front_ends, 23) for front_ends in (0, 2)),
+        *((2, "rank_lost", "error", front_ends, 23) for front_ends in (0, 2)),
+    ],
 )
 def test_a_close_right_after_a_loss_ends_the_running_request(
-    front_ends: int, ranks: int, kind: EventKind, end: str
+    ranks: int, kind: EventKind, end: str, front_ends: int, at: int
 ) -> None:
     lost = dataclasses.replace(
-        workload(), front_ends=front_ends, ranks=ranks, waiting=64, events=(Event(23, kind),), closes_at=23
+        workload(), front_ends=front_ends, ranks=ranks, waiting=64, events=(Event(at, kind),), closes_at=at
     )
     outcome = run(lost)
     assert outcome.findings == ()

@@ -9,7 +9,7 @@ import difflib
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -86,8 +86,9 @@ class OffloadConfig:
     """The offload tiers: storage outside the device that keeps KV blocks, such as host memory and disk.
 
     host             size of the host tier: bytes of host memory for KV blocks
-    disk             directory of the disk tier; None: no disk tier
-    disk_capacity    bytes that the disk tier may use
+    disk             directory of the disk tier, or several, one on each disk: each block is in one of them. None: no
+                     disk tier
+    disk_capacity    bytes that the disk tier may use in each directory
     load_deadline_s  maximum seconds that a request waits for KV from a tier; then the engine recomputes the KV
     write_policy     which blocks persistent tiers (such as the disk) write while the engine serves: `"all"`, or
                      `"reused"`: all until the tier is full, then those that were reused, and those of requests that
@@ -95,14 +96,17 @@ class OffloadConfig:
                      tiers, or one for each tier by its name. None: each tier's default, which is `"reused"` for the
                      disk, else `"all"`
     tiers            options of further tiers, by the tier's name (docs/tiers.md)
+    shared_memory    socket of a cache process (`sidestream cache serve`) in whose memory the host tier is, which other
+                     engines of this machine share; None: memory of the engine's own
     """
 
     host: int | str = "1GiB"
-    disk: str | Path | None = None
+    disk: str | Path | Sequence[str | Path] | None = None
     disk_capacity: int | str = "10GiB"
     load_deadline_s: float = 10.0
     write_policy: str | Mapping[str, str] | None = None
     tiers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)  # a URL may hold a password
+    shared_memory: str | Path | None = None
 
     def __post_init__(self) -> None:
         parse_bytes(self.host, option="offload host")
@@ -116,7 +120,11 @@ class OffloadConfig:
         policies = self.write_policy.values() if isinstance(self.write_policy, Mapping) else [self.write_policy]
         if wrong := [policy for policy in policies if policy is not None and policy not in WRITE_POLICIES]:
             raise ConfigError(f"write_policy is {wrong[0]!r}: give {' or '.join(WRITE_POLICIES)}")
-        if self.disk is not None and self.host_bytes == 0:
+        if len({path.resolve() for path in self.disks}) < len(self.disks):
+            raise ConfigError(f"offload disk names a directory twice ({', '.join(map(str, self.disks))}): give it once")
+        if self.shared_memory is not None and self.host_bytes == 0:
+            raise ConfigError("shared_memory is for the host tier: give offload host a size, such as 4GiB")
+        if self.disks and self.host_bytes == 0:
             raise ConfigError("offload to disk goes through host memory: give offload host a size, such as 256MiB")
         if self.tiers and self.host_bytes == 0:
             raise ConfigError(
@@ -129,6 +137,12 @@ class OffloadConfig:
         return parse_bytes(self.host, option="offload host")
 
     @property
+    def disks(self) -> tuple[Path, ...]:
+        """The directories of the disk tier."""
+        given = (self.disk,) if isinstance(self.disk, str | Path) else self.disk or ()
+        return tuple(Path(each).expanduser() for each in given)
+
+    @property
     def disk_bytes(self) -> int:
-        """Bytes that the disk tier may use."""
+        """Bytes that the disk tier may use in each directory."""
         return parse_bytes(self.disk_capacity, option="offload disk_capacity")

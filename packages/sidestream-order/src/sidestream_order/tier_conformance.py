@@ -13,6 +13,7 @@ import hashlib
 import shutil
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ import numpy.typing as npt
 
 from sidestream_kv.errors import ConfigError, TierCorrupt, TierLost
 from sidestream_kv.kv.layout import KVLayout
-from sidestream_kv.offload.tiers.base import Entry, PersistentTier, SharedTier, TierContext
+from sidestream_kv.offload.tiers.base import BatchTier, Entry, PersistentTier, SharedTier, TierContext
 from sidestream_kv.types import Key
 
 _LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=16, block_tokens=8, dtype="float32")
@@ -101,6 +102,18 @@ class TierConformance:
         entry = write(tier, "a")
         self.damage(tier, entry)
         assert [reads_as_corrupt(tier, entry) for _ in range(2)] == [True, True]
+
+    def test_damaged_block_of_a_batch_is_the_only_one_that_fails(self) -> None:
+        """The other blocks that are read at once arrive, and entries written at once are like those of `write`."""
+        tier = self._open()
+        if not isinstance(tier, BatchTier):
+            return
+        entries = write_all(tier, ("a", "b", "c"))
+        self.damage(tier, entries[1])
+        outs = [np.zeros(_LAYOUT.block_bytes, np.uint8) for _ in entries]
+        failures = [type(failure) for failure in tier.read_all(entries[::-1], outs)]
+        assert failures == [type(None), TierCorrupt, type(None)]
+        assert [np.array_equal(outs[at], content(name)) for at, name in ((0, "c"), (2, "a"))] == [True, True]
 
     def test_key_can_be_written_again_after_it_was_forgotten(self) -> None:
         """The late deletion of the old entry does not affect the new one: their serials differ."""
@@ -335,6 +348,15 @@ def write(tier: PersistentTier, name: str, block: npt.NDArray[np.uint8] | None =
     tier.write(grant, content(name) if block is None else block)
     tier.index.publish(grant)
     return grant.entry
+
+
+def write_all(tier: BatchTier, names: Sequence[str]) -> list[Entry]:
+    """Write blocks at once, and publish them."""
+    grants = [grant for name in names if (grant := tier.index.reserve(key(name))) is not None]
+    assert [*tier.write_all(grants, [content(name) for name in names])] == [None] * len(names)
+    for grant in grants:
+        tier.index.publish(grant)
+    return [grant.entry for grant in grants]
 
 
 def reads(tier: PersistentTier, entry: Entry, name: str) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from mmap import mmap
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -389,6 +390,10 @@ class Device(Protocol):
 
         Memory becomes ready in chunks. No chunk begins or ends inside an item of `item_bytes`.
         """
+        ...
+
+    def adopt_host(self, name: str, pages: mmap, *, item_bytes: int = 1) -> Memory:
+        """Like `allocate_host`, but of `pages`, which other processes have mapped, too. Changes none of their bytes."""
         ...
 
     def mapped(self, memory: Memory) -> torch.Tensor:

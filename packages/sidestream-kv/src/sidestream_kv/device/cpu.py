@@ -13,8 +13,8 @@ import torch
 from sidestream_kv.device.base import CopyBatch, GraphEvent, Memory, WakeUp
 from sidestream_kv.device.channel import Bell
 from sidestream_kv.device.host import HostFence, HostSide, HostStream, TurnTaker
-from sidestream_kv.device.machine import available_bytes, private_pages
-from sidestream_kv.errors import ConfigError, InvariantError
+from sidestream_kv.device.machine import check_fits, private_pages
+from sidestream_kv.errors import InvariantError
 from sidestream_kv.metrics import Metrics, Timeline
 from sidestream_kv.types import Fence, Tracer
 
@@ -84,14 +84,7 @@ class CpuDevice(HostSide):
 
     def allocate(self, name: str, num_bytes: int) -> Memory:
         """Zeroed, page-aligned memory. Returns at once: a background thread maps the pages."""
-        available = available_bytes()
-        if available is not None:
-            available -= self._untouched  # bytes of earlier allocations whose pages may not be mapped yet
-        if available is not None and num_bytes > available:
-            raise ConfigError(
-                f"{name} memory of {num_bytes / 2**30:.2f} GiB does not fit: "
-                f"this machine has {available / 2**30:.2f} GiB available; ask for less"
-            )
+        check_fits(name, num_bytes, promised=self._untouched)
         pages = private_pages(name, num_bytes)
         with self._touching:
             self._untouched += num_bytes
@@ -107,6 +100,16 @@ class CpuDevice(HostSide):
     def allocate_host(self, name: str, num_bytes: int, *, item_bytes: int = 1) -> Memory:
         """See `allocate`: on a CPU, all memory is host memory."""
         return self.allocate(name, num_bytes)
+
+    def adopt_host(self, name: str, pages: mmap.mmap, *, item_bytes: int = 1) -> Memory:
+        """See `Device.adopt_host`. Maps no page before its first use. Most pages exist already, and a thread that maps
+        them takes a core from the first requests: the first one took twice as long.
+        """
+        with contextlib.suppress(OSError, ValueError):  # the kernel has no huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        if self.tracer is not None:
+            self.tracer.allocated(name, len(pages))
+        return Memory(name, (torch.frombuffer(pages, dtype=torch.uint8),))
 
     def mapped(self, memory: Memory) -> torch.Tensor:
         """The memory itself. See `Device.mapped`."""

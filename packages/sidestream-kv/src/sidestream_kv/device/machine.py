@@ -66,6 +66,17 @@ def available_bytes() -> int | None:
     return None
 
 
+def check_fits(name: str, num_bytes: int, *, promised: int) -> None:
+    """Raise ConfigError if the system cannot allocate so much beside `promised`, the bytes of earlier allocations whose
+    pages do not exist yet.
+    """
+    if (available := available_bytes()) is not None and num_bytes > available - promised:
+        raise ConfigError(
+            f"{name} memory of {num_bytes / 2**30:.2f} GiB does not fit: "
+            f"this machine has {(available - promised) / 2**30:.2f} GiB available; ask for less"
+        )
+
+
 def private_pages(name: str, num_bytes: int) -> mmap.mmap:
     """Anonymous memory of this process. Raises ConfigError if the system refuses it.
 

@@ -85,7 +85,7 @@ class FencedPool:
         self._tracer = tracer
         self._references = [0] * size
         self._fences: list[tuple[Fence, ...]] = [()] * size
-        self._free: deque[int] = deque(range(size))
+        self._free: deque[int] | FreeIds = deque(range(size))
         # Releases that wait for a fence `until`, in the order in which these fences will be done.
         self._postponed: deque[tuple[Fence, list[int], tuple[Fence, ...]]] = deque()
         self._cached = Lru()
@@ -166,6 +166,14 @@ class FencedPool:
         if self._tracer is not None:
             self._tracer.took(self.name, block_ids, pending)
         return Lease(self, block_ids, pending)
+
+    def take_some(self, count: int) -> Lease:
+        """Lease `count` blocks for writing, or as many as there are: see `take`."""
+        return self.take(min(count, self.num_available))
+
+    def lease(self, keys: Sequence[Key]) -> Lease:
+        """Lease the blocks of the longest run of leading `keys` that are all findable, for reading."""
+        return self.share(self.match(keys))
 
     def share(self, block_ids: Sequence[int]) -> Lease:
         """Lease used or cached blocks for reading. Raises InvariantError for a free block."""
@@ -318,7 +326,7 @@ class FencedPool:
 
     def _evict(self, count: int) -> list[int]:
         if (pins := self.pins) is not None and pins.held:
-            block_ids = self._oldest_unpinned(count, pins)
+            block_ids = _oldest_unpinned(self._cached, self._index, count, pins)
         else:
             block_ids = self._cached.pop_oldest(count)
         keys = self._index.remove_all(block_ids)  # rule: evicted-block-loses-its-key
@@ -327,25 +335,6 @@ class FencedPool:
         if self.key_log is not None:
             self.key_log.removed(keys)
         return block_ids
-
-    def _oldest_unpinned(self, count: int, pins: Pins) -> list[int]:
-        """Remove and return `count` cached blocks, least recently used first, but those that no pin holds before
-        others. Pinned blocks that it passes count as just used, in their order.
-        """
-        pins.end_late()
-        found: list[int] = []
-        while True:
-            for _ in range(len(self._cached)):
-                if len(found) == count:
-                    return found
-                (block_id,) = self._cached.pop_oldest(1)
-                if self._index.key_of(block_id) in pins.held:
-                    self._cached.touch(block_id)
-                else:
-                    found.append(block_id)
-            if len(found) == count:
-                return found
-            pins.end_first()
 
     def _release(self, block_ids: Sequence[int], after: tuple[Fence, ...]) -> None:
         references, fences = self._references, self._fences
@@ -388,6 +377,26 @@ def merge_fences(fences: Iterable[Fence]) -> tuple[Fence, ...]:
         if not fence.poll() and (fence.stream not in last or last[fence.stream].tick < fence.tick):
             last[fence.stream] = fence  # rule: merged-fences-are-of-all-streams
     return tuple(last.values())
+
+
+def _oldest_unpinned(cached: Lru, index: PrefixIndex, count: int, pins: Pins) -> list[int]:
+    """Remove and return `count` cached blocks, least recently used first, but those that no pin holds before
+    others. Pinned blocks that it passes count as just used, in their order.
+    """
+    pins.end_late()
+    found: list[int] = []
+    while True:
+        for _ in range(len(cached)):
+            if len(found) == count:
+                return found
+            (block_id,) = cached.pop_oldest(1)
+            if index.key_of(block_id) in pins.held:
+                cached.touch(block_id)
+            else:
+                found.append(block_id)
+        if len(found) == count:
+            return found
+        pins.end_first()
 
 
 class PrefixIndex:
@@ -489,6 +498,22 @@ class PrefixIndex:
         self._key_of.clear()
         self._partial.clear()
         return block_ids
+
+
+class FreeIds(OrderedDict[int, None]):
+    """Free blocks in order, for a pool whose blocks other processes take, too: any of them can be removed."""
+
+    def popleft(self) -> int:
+        """Remove and return the first id."""
+        return self.popitem(last=False)[0]
+
+    def append(self, block_id: int) -> None:
+        """Add an id at the end."""
+        self[block_id] = None
+
+    def extend(self, block_ids: Iterable[int]) -> None:
+        """Add ids at the end."""
+        self.update(dict.fromkeys(block_ids))
 
 
 class Lru:

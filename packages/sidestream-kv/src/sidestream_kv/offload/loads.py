@@ -146,11 +146,11 @@ class Loads:
         """Lease the slots that hold the source blocks, and queue the job. The load is reported as missed if a source
         block was evicted, or if the recurrent state covers another number of tokens than planned.
         """
-        source_ids = self._host.pool.match(plan.keys)
-        if len(source_ids) < len(plan.keys) or self._context.switches.abandoned:  # rule: missing-source-fails-the-load
+        slots = self._host.pool.lease(plan.keys)  # rule: load-holds-its-slots
+        if len(slots.ids) < len(plan.keys) or self._context.switches.abandoned:  # rule: missing-source-fails-the-load
+            slots.release()  # rule: missed-load-releases-its-slots
             self._miss(job_id, "load_failed" if self._context.switches.abandoned else "gone")
             return
-        slots = self._host.pool.share(source_ids)  # rule: load-holds-its-slots
         if plan.num_whole and self._covered(slots.ids) != plan.covers:  # rule: state-covers-the-planned-tokens
             slots.release()
             self._tiers.forget(plan.keys[: plan.num_whole])  # otherwise the next request would plan the same load
@@ -407,14 +407,12 @@ class CostModel:
         sliding window.
 
         `blocks` is the number of blocks to read from each tier, including reads that are queued already. Blocks of
-        slower tiers are first read into host memory, one transfer for each, so both times add up.
+        slower tiers are first read into host memory, one transfer for each and from all tiers at the same time, so both
+        times add up.
         """
         size = self._layout.block_bytes
-        promoted_s = sum(
-            self._estimate(tier).seconds(count * size, num_transfers=count)
-            for tier, count in blocks.items()
-            if tier != HOST
-        )
+        reads = ((self._estimate(tier), count) for tier, count in blocks.items() if tier != HOST)
+        promoted_s = max((each.seconds(count * size, num_transfers=count) for each, count in reads), default=0.0)
         return promoted_s + self.seconds_from_host(num_loaded, num_partial=num_partial)
 
     def seconds_from_host(self, num_blocks: int, *, num_partial: int = 0) -> float:

@@ -34,6 +34,7 @@ from sidestream_kv.offload.loads import TransferContext
 from sidestream_kv.offload.pacing import Copy, Lane, Urgency, layers_batch
 from sidestream_kv.offload.tickets import StoreJob, StoreTicket
 from sidestream_kv.offload.tier_io import TierIO
+from sidestream_kv.offload.tiers.stack import kind_of
 from sidestream_kv.types import Key, LoadPlan, StorePlan
 
 # Keys of stored blocks that are remembered, for each block that the largest tier with the policy `"reused"` can hold;
@@ -126,16 +127,16 @@ class Stores:
         pairs = [(k, b) for k, b in wanted if k not in self._storing and self._host.pool.get(k) is None]
         pool = self._host.pool
         room = 0 if self._context.switches.abandoned else pool.num_free if self.growing else pool.num_available
-        if len(pairs) > room:
-            self._leave_out(job, [key for key, _ in pairs[room:]])
-            del pairs[room:]
+        slots = pool.take_some(min(len(pairs), room))
+        if len(pairs) > len(slots.ids):
+            self._leave_out(job, [key for key, _ in pairs[len(slots.ids) :]])
+            del pairs[len(slots.ids) :]
         last = stop == len(plan.keys)
         if not pairs:
             if last:
                 self._reorder(job)
             self._settle(job)  # rule: skipped-store-is-settled
             return
-        slots = pool.take(len(pairs))
         keys, block_ids = tuple(key for key, _ in pairs), [block for _, block in pairs]
         copy = self._copy_of(plan, block_ids, slots)
         ticket = StoreTicket(job, keys, last, slots, copy, self._device.now())
@@ -244,6 +245,51 @@ class SeenKeys:
         return known
 
 
+class TierGroup:
+    """Writes to the tiers of one kind, such as the directories of the disk tier: a block is in one of them. So each of
+    them may be missing at the next start, and one that fails costs only its own blocks.
+    """
+
+    def __init__(self, members: Sequence[TierIO]) -> None:
+        self._members = deque(members)
+
+    @property
+    def max_entries(self) -> int:
+        """Number of blocks that the tiers can hold."""
+        return sum(each.max_entries for each in self._members)
+
+    @property
+    def num_free(self) -> int:
+        """How many writes evict nothing."""
+        return sum(each.num_free for each in self._members)
+
+    @property
+    def most_writes(self) -> int:
+        """How many writes may begin at once."""
+        return max(each.most_writes for each in self._members)
+
+    def holds(self, key: Key) -> bool:
+        """Whether one of the tiers holds the block."""
+        return any(each.holds(key) for each in self._members)
+
+    def leave_out(self, outcome: str) -> None:
+        """Count a block that is not written, with the reason."""
+        self._members[0].leave_out(outcome)
+
+    def write(self, blocks: Iterable[tuple[Key, int]], prefix: tuple[Key, ...], generation: int) -> None:
+        """Write those blocks that none of the tiers has. All of them go to one tier, because neighbours are read at
+        once: to that with the largest share of free space, or to each in turn.
+        """
+        # rule: block-is-in-one-tier-of-a-kind
+        wanted = [block for block in blocks if all(each.takes(block[0]) for each in self._members)]
+        if not wanted:
+            return
+        self._members.rotate(-1)
+        # rule: tier-that-fails-is-passed-over
+        able = [each for each in self._members if not each.is_paused and not each.crowded] or self._members
+        max(able, key=lambda each: max(0.0, each.num_free / each.max_entries)).write(wanted, prefix, generation)
+
+
 class TierWrites:
     """The writes to all persistent tiers. `io`: reads and writes of each tier, by its name."""
 
@@ -252,8 +298,10 @@ class TierWrites:
         self._tiers = context.tiers
         self._pool = context.tiers.host.pool
         self._switches = context.switches
-        self._all = [each for name, each in io.items() if policies.get(name) != "reused"]
-        self._selective = [each for name, each in io.items() if policies.get(name) == "reused"]
+        kinds = dict.fromkeys(map(kind_of, io))
+        groups = {kind: TierGroup([each for name, each in io.items() if kind_of(name) == kind]) for kind in kinds}
+        self._all = [group for kind, group in groups.items() if policies.get(kind) != "reused"]
+        self._selective = [group for kind, group in groups.items() if policies.get(kind) == "reused"]
         largest = max((each.max_entries for each in self._selective), default=0)
         self._seen = SeenKeys(min(_REMEMBERED * largest, _MOST_REMEMBERED))
         self._rest: deque[Key] = deque()
@@ -266,36 +314,39 @@ class TierWrites:
 
     def has_more(self, *, storing: bool) -> bool:
         """Whether `continue_rest` could do something now."""
-        crowded = any(each.crowded for each in self._selective)
+        crowded = any(each.most_writes <= 0 for each in self._selective)
         return not storing if self._rest_begins else bool(self._rest) and not crowded
 
     def sizes(self) -> dict[str, int]:
         """Number of objects that are kept, by kind."""
         return {"blocks to write": self._rest_begins + len(self._rest)}
 
-    def stored(self, blocks: Iterable[tuple[Key, int]], job: StoreJob, prefix: tuple[Key, ...]) -> None:
+    def stored(self, blocks: Sequence[tuple[Key, int]], job: StoreJob, prefix: tuple[Key, ...]) -> None:
         """Write blocks whose store has ended, given as keys and host slots, to the tiers that want them. `prefix` is
         marked as just used after the last write.
         """
-        for key, slot in blocks:
-            for io in self._all:
-                io.write(key, slot, prefix, job.generation)
-            if not self._selective:
-                continue
-
-            worth = self._seen.add(key) or key in job.plan.returning
-            for io in self._selective:
-                if worth or io.has_room:
-                    io.write(key, slot, prefix, job.generation)
+        for io in self._all:
+            io.write(blocks, prefix, job.generation)
+        if not self._selective:
+            return
+        worth = [self._seen.add(key) or key in job.plan.returning for key, _ in blocks]
+        for io in self._selective:
+            chosen, num_free = list[tuple[Key, int]](), io.num_free
+            for block, is_worth in zip(blocks, worth, strict=True):
+                if is_worth or len(chosen) < num_free:
+                    chosen.append(block)
                 else:
                     io.leave_out("not_reused")
+            io.write(chosen, prefix, job.generation)
 
     def reused(self, keys: Sequence[Key], prefix: tuple[Key, ...], generation: int) -> None:
         """A request reuses these blocks: write those in host memory to each tier that lacks them."""
         for io in self._selective:
-            for key in keys:
-                if not io.holds(key) and (slot := self._pool.get(key)) is not None:
-                    io.write(key, slot, prefix, generation)
+            missing = [key for key in keys if not io.holds(key)]
+            leases = [(key, self._pool.lease((key,))) for key in missing]
+            io.write([(key, slot) for key, lease in leases for slot in lease.ids], prefix, generation)
+            for _, lease in leases:
+                lease.release()  # rule: slot-of-a-reused-block-is-released
 
     def loads(self, plan: LoadPlan, generation: int) -> None:
         """A load reuses its blocks, unless a preempted request loads its own."""
@@ -321,7 +372,5 @@ class TierWrites:
             most = max(each.max_entries for each in self._selective)
             self._rest = deque(islice(self._pool.keys_by_use(), most))
             self._tiers.touch_persistent(self._rest)  # no write of one of them evicts another
-        for _ in range(pacing.BLOCKS_PER_TURN):
-            if not self._rest or not self.has_more(storing=storing):
-                return
-            self.reused((self._rest.popleft(),), (), self._rest_generation)
+        count = min(len(self._rest), pacing.BLOCKS_PER_TURN, *(each.most_writes for each in self._selective))
+        self.reused([self._rest.popleft() for _ in range(count)], (), self._rest_generation)

@@ -157,10 +157,15 @@ _WARNING_PERIOD_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
-class Stopwatch:
-    """Seconds that a ticket's work took on its stream. Written by the stream, and read after the ticket's fence."""
+class Outcome:
+    """How a ticket's work on its stream ended. Written by the stream, and read after the ticket's fence.
+
+    seconds  that it took; a share of the time of all blocks that were read or written at once
+    failure  of this block only; None if it succeeded, or if all of them failed, see the fence
+    """
 
     seconds: float = 0.0
+    failure: BaseException | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -256,8 +261,12 @@ class WriteTicket:
     grant: WriteGrant
     fence: Fence
     submitted_s: float
-    work: Stopwatch
+    work: Outcome
     generation: int
+
+    def failure(self) -> BaseException | None:
+        """The exception of the write, valid after its fence is done; None after success."""
+        return self.fence.failure or self.work.failure
 
 
 @dataclass(slots=True, eq=False)
@@ -275,14 +284,14 @@ class ReadTicket:
     pin: ReadLease
     fence: Fence
     submitted_s: float
-    work: Stopwatch
+    work: Outcome
     generation: int
     invalidated: bool = False
     taken_in: bool = False
 
     def failure(self) -> BaseException | None:
-        """The exception that the read raised, valid after its fence is done; None after success."""
-        return self.fence.failure
+        """The exception of the read, valid after its fence is done; None after success."""
+        return self.fence.failure or self.work.failure
 
 
 @dataclass(slots=True, eq=False)

@@ -15,18 +15,19 @@ gives a grant: the right to write one entry, possibly in place of an evicted ent
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import cycle, islice
 from typing import Literal
 
 from sidestream_kv.device.base import Stream
 from sidestream_kv.errors import TierFull, TierLost, TierTimeout
 from sidestream_kv.kv.pool import Lease
 from sidestream_kv.offload.loads import TransferContext
-from sidestream_kv.offload.tickets import Promoted, ReadTicket, Stopwatch, Waiter, WriteTicket
-from sidestream_kv.offload.tiers.base import PersistentTier, SharedTier, streams_of
+from sidestream_kv.offload.tickets import Outcome, Promoted, ReadTicket, Waiter, WriteTicket
+from sidestream_kv.offload.tiers.base import BatchTier, PersistentTier, SharedTier, batch_blocks, streams_of
 from sidestream_kv.offload.tiers.index import Entry, Refresh, WriteGrant
+from sidestream_kv.offload.tiers.stack import kind_of
 from sidestream_kv.types import Access, Fence, FindPlan, Key, PromotePlan, RequestId
 
 # A request waits for reads so many times as long as they are expected to take, and at least so long.
@@ -39,21 +40,30 @@ _MOST_QUESTIONS = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TierWork:
-    """A read or a write of a block, as work for a stream.
+class TierBlock:
+    """A block that is read or written.
 
-    run     function that reads or writes the block
     slot    index of the host slot
     grant   grant of the write; None if this is a read
     victim  evicted entry that the write deletes first; None if there is none
     """
 
-    run: Callable[[], None]
-    tier: str
     slot: int
     entry: Entry
     grant: WriteGrant | None = None
     victim: Entry | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TierWork:
+    """A read or a write of some blocks, as work for a stream.
+
+    run     function that reads or writes the blocks
+    """
+
+    run: Callable[[], None]
+    tier: str
+    blocks: Sequence[TierBlock]
 
     def __call__(self) -> None:
         """Run the work, on the stream's thread."""
@@ -85,10 +95,14 @@ class TierIO:
         self._clock = device.now
         streams = streams_of(self._tier)
         self._read_streams = [device.worker(f"{name}-read-{index}") for index in range(streams.readers)]
+        self._next_read_stream = cycle(self._read_streams)
         # One queue of writes for each stream, so that a write that never returns holds up those of its stream only.
         self._writes: list[tuple[Stream, deque[WriteTicket]]] = [
             (device.worker(f"{name}-write-{index}"), deque()) for index in range(streams.writers)
         ]
+        self._in_flight: set[Key] = set()  # keys of the blocks that are being written
+        self._num_peers = sum(kind_of(other) == kind_of(name) for other in context.tiers.persistent)
+        self._batch = batch_blocks(self._tier, self._host.layout.block_bytes)
         self._resumes_s = 0.0
         self.refresh = Refresh(self._tier, self._clock)
         """Looks for entries of other processes."""
@@ -109,7 +123,8 @@ class TierIO:
 
     def awaited(self) -> Iterator[Fence]:
         """Fences whose end should wake the worker."""
-        yield from (read.fence for read in islice(self.reads.values(), len(self._read_streams)))
+        first_reads = islice(self.reads.values(), len(self._read_streams) * self._batch)  # of each stream, the oldest
+        yield from dict.fromkeys(read.fence for read in first_reads)
         yield from (writes[0].fence for _, writes in self._writes if writes)
 
     # ------------------------------------------------------------------ writes
@@ -124,61 +139,91 @@ class TierIO:
         return self._tier.index.max_entries
 
     @property
-    def has_room(self) -> bool:
-        """Whether a write evicts nothing."""
-        return len(self._tier.index) + self._num_writes < self.max_entries
+    def num_free(self) -> int:
+        """How many writes evict nothing."""
+        return self.max_entries - len(self._tier.index) - self._num_writes
 
     @property
     def crowded(self) -> bool:
         """Whether so many writes are in flight that no other may begin: each of them holds a host slot. If the tier is
         slow, its writes must not take the slots of other transfers.
         """
-        return self._num_writes >= self._host.pool.size // 2
+        return self.most_writes <= 0
+
+    @property
+    def most_writes(self) -> int:
+        """How many writes may begin until it is crowded. Tiers of one kind share the host slots."""
+        return -(-(self._host.pool.size // 2) // self._num_peers) - self._num_writes
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether a write has failed just now."""
+        return self._clock() < self._resumes_s
 
     def holds(self, key: Key) -> bool:
         """Whether the tier holds the block."""
         return key in self._tier.index
 
+    def takes(self, key: Key) -> bool:
+        """Whether the tier neither holds the block nor is writing it."""
+        return key not in self._in_flight and key not in self._tier.index
+
     def leave_out(self, outcome: str) -> None:
         """Count a block that is not written, with the reason."""
         self._context.log.left_out(f"{self.name}-write", outcome)
 
-    def write(self, key: Key, index: int, prefix: tuple[Key, ...], generation: int) -> None:
-        """Begin to write the block in host slot `index` to the tier. The write is skipped if the tier holds the block
+    def write(self, blocks: Iterable[tuple[Key, int]], prefix: tuple[Key, ...], generation: int) -> None:
+        """Begin to write blocks, given as keys and host slots, to the tier. A block is skipped if the tier holds it
         already, if too many writes are in flight, or shortly after a failed write. `prefix`: see `WriteTicket`.
         """
-        if self.holds(key):
-            return
-        if self.crowded or self._context.switches.abandoned or self._clock() < self._resumes_s:
+        granted: list[TierBlock] = []
+        for key, index in blocks:
+            if self.takes(key) and (grant := self._grant(key, self.most_writes - len(granted))) is not None:
+                granted.append(TierBlock(index, grant.entry, grant, grant.victim))
+        for first in range(0, len(granted), self._batch):
+            self._begin_write(granted[first : first + self._batch], prefix, generation)
+
+    def _grant(self, key: Key, most: int) -> WriteGrant | None:
+        """The right to write a block that the tier does not hold; None if it is skipped. `most`: how many may be."""
+        if most <= 0 or self._context.switches.abandoned or self.is_paused:
             self.leave_out("skipped")
-            return
+            return None
         try:
-            grant = self._tier.index.reserve(key)
+            return self._tier.index.reserve(key)
         except TierFull:
             self.leave_out("full")
-            return
-        if grant is None:
-            return
-        tier, slot, watch = self._tier, self._host.pool.share([index]), Stopwatch()  # rule: disk-write-holds-its-slot
+            return None
+
+    def _begin_write(self, blocks: Sequence[TierBlock], prefix: tuple[Key, ...], generation: int) -> None:
+        outcomes = [Outcome() for _ in blocks]
+        slots = [self._host.pool.share([block.slot]) for block in blocks]  # rule: disk-write-holds-its-slot
         stream, writes = min(self._writes, key=lambda each: len(each[1]))
         fence = stream.submit(
-            TierWork(
-                self._timed(watch, lambda: tier.write(grant, self._host.slot(index))),
-                self.name,
-                index,
-                grant.entry,
-                grant,
-                grant.victim,
-            ),
-            lambda: self._written(grant, index),
-            label="write block",
+            TierWork(self._timed(outcomes, lambda: self._write(blocks)), self.name, blocks),
+            lambda: self._written(blocks),
+            label="write blocks",
         )
-        writes.append(WriteTicket(key, prefix, slot, grant, fence, self._clock(), watch, generation))
+        now_s = self._clock()
+        for block, slot, outcome in zip(blocks, slots, outcomes, strict=True):
+            assert block.grant is not None
+            self._in_flight.add(block.entry.key)
+            writes.append(WriteTicket(block.entry.key, prefix, slot, block.grant, fence, now_s, outcome, generation))
 
-    def _written(self, grant: WriteGrant, index: int) -> list[Access]:
-        """The memory that a write of host slot `index` accesses, for a tracer."""
-        # rule: disk-write-declares-its-entry, disk-write-declares-its-slot
-        return [*self._tier.index.accesses(grant), *self._host_memory.accesses([index], write=False)]
+    def _write(self, blocks: Sequence[TierBlock]) -> Sequence[BaseException | None]:
+        """Write blocks, on a stream's thread. Returns the failure of each; raises the failure of a single one."""
+        tier, slots = self._tier, [self._host.slot(block.slot) for block in blocks]
+        grants = [block.grant for block in blocks if block.grant is not None]
+        if len(blocks) > 1 and isinstance(tier, BatchTier):
+            return tier.write_all(grants, slots)
+        tier.write(grants[0], slots[0])
+        return [None]
+
+    def _written(self, blocks: Sequence[TierBlock]) -> list[Access]:
+        """The memory that a write accesses, for a tracer."""
+        # rule: disk-write-declares-its-entry
+        entries = [access for block in blocks if block.grant for access in self._tier.index.accesses(block.grant)]
+        # rule: disk-write-declares-its-slot
+        return [*entries, *self._host_memory.accesses([block.slot for block in blocks], write=False)]
 
     def finish_writes(self) -> None:
         """Handle writes that have ended: make their entries findable or abandon them, and release the slots."""
@@ -188,7 +233,8 @@ class TierIO:
     def _finish_writes(self, writes: deque[WriteTicket]) -> None:
         while writes and writes[0].fence.poll():  # rule: disk-write-counts-after-its-fence
             ticket = writes.popleft()
-            failure = ticket.fence.failure
+            self._in_flight.discard(ticket.key)
+            failure = ticket.failure()
             good = self._context.log.ended(
                 f"{self.name}-write", failure, self._host.layout.block_bytes, ticket.submitted_s
             )
@@ -208,26 +254,57 @@ class TierIO:
 
     # ------------------------------------------------------------------ reads
 
-    def read(self, key: Key, generation: int) -> ReadTicket:
-        """Begin to read the entry of `key` into a host slot. A slot must be available, and the tier must hold `key`."""
-        tier, slot, pin = self._tier, self._host.pool.take(1), self._tier.index.pin([key])
-        stream = self._read_streams[len(self.reads) % len(self._read_streams)]
-        for fence in slot.after:  # rule: disk-read-waits-on-its-stream
-            stream.wait(fence)
-        watch, index, entry = Stopwatch(), slot.ids[0], pin.entries[0]
-        fence = stream.submit(
-            TierWork(self._timed(watch, lambda: tier.read(entry, self._host.slot(index))), self.name, index, entry),
-            lambda: self._read(entry, index),
-            label="read block",
-        )
-        ticket = ReadTicket(key, self.name, slot, pin, fence, self._clock(), watch, generation)
-        self.reads[key] = ticket
-        return ticket
+    def read(self, keys: Sequence[Key], generation: int) -> dict[Key, ReadTicket]:
+        """Begin to read the entries of `keys`, which the tier must hold, into host slots; only of the first ones, if
+        slots run out.
+        """
+        begun: dict[Key, ReadTicket] = {}
+        for first in range(0, len(keys), self._batch):
+            wanted = keys[first : first + self._batch]
+            tickets = self._begin_read(wanted, generation)
+            begun |= tickets
+            if len(tickets) < len(wanted):
+                break
+        self.reads |= begun
+        return begun
 
-    def _read(self, entry: Entry, index: int) -> list[Access]:
-        """The memory that a read into host slot `index` accesses, for a tracer."""
-        # rule: disk-read-declares-its-entry, disk-read-declares-its-slot
-        return [self._tier.index.access(entry, write=False), *self._host_memory.accesses([index], write=True)]
+    def _begin_read(self, keys: Sequence[Key], generation: int) -> dict[Key, ReadTicket]:
+        slots = [slot for _ in keys if (slot := self._host.pool.take_some(1)).ids]
+        keys = keys[: len(slots)]
+        if not keys:
+            return {}
+        pins = [self._tier.index.pin([key]) for key in keys]
+        stream = next(self._next_read_stream)
+        for slot in slots:
+            for fence in slot.after:  # rule: disk-read-waits-on-its-stream
+                stream.wait(fence)
+        outcomes = [Outcome() for _ in keys]
+        blocks = [TierBlock(slot.ids[0], pin.entries[0]) for slot, pin in zip(slots, pins, strict=True)]
+        fence = stream.submit(
+            TierWork(self._timed(outcomes, lambda: self._read(blocks)), self.name, blocks),
+            lambda: self._filled(blocks),
+            label="read blocks",
+        )
+        now_s = self._clock()
+        return {
+            key: ReadTicket(key, self.name, slot, pin, fence, now_s, outcome, generation)
+            for key, slot, pin, outcome in zip(keys, slots, pins, outcomes, strict=True)
+        }
+
+    def _read(self, blocks: Sequence[TierBlock]) -> Sequence[BaseException | None]:
+        """Read blocks, on a stream's thread. Returns the failure of each; raises the failure of a single one."""
+        tier, slots = self._tier, [self._host.slot(block.slot) for block in blocks]
+        if len(blocks) > 1 and isinstance(tier, BatchTier):
+            return tier.read_all([block.entry for block in blocks], slots)
+        tier.read(blocks[0].entry, slots[0])
+        return [None]
+
+    def _filled(self, blocks: Sequence[TierBlock]) -> list[Access]:
+        """The memory that a read accesses, for a tracer."""
+        # rule: disk-read-declares-its-entry
+        entries = [self._tier.index.access(block.entry, write=False) for block in blocks]
+        # rule: disk-read-declares-its-slot
+        return [*entries, *self._host_memory.accesses([block.slot for block in blocks], write=True)]
 
     def finish_reads(self, published: Callable[[ReadTicket], None]) -> None:
         """Handle reads that have ended: make their blocks findable in host memory, and release slots and pins.
@@ -277,15 +354,22 @@ class TierIO:
         """Whether the cache was not reset after the ticket's transfer was submitted (hazard H8 in docs/glossary.md)."""
         return ticket.generation == self._context.switches.generation  # rule: transfers-check-the-generation
 
-    def _timed(self, watch: Stopwatch, work: Callable[[], None]) -> Callable[[], None]:
-        """Wrap `work` for the stream: it measures the time of `work`, or raises an error if the engine is closing."""
+    def _timed(
+        self, outcomes: Sequence[Outcome], work: Callable[[], Sequence[BaseException | None]]
+    ) -> Callable[[], None]:
+        """Wrap `work` for the stream: it notes the failures and the time of `work`, or raises an error if the engine is
+        closing.
+        """
 
         def run() -> None:
             if self._context.switches.abandoned:
                 raise TierTimeout("the engine closed before this transfer began")
             start = self._clock()
-            work()
-            watch.seconds += self._clock() - start
+            failures = work()
+            seconds = (self._clock() - start) / len(outcomes)
+            for outcome, failure in zip(outcomes, failures, strict=True):
+                outcome.failure = failure  # rule: failure-of-a-block-is-noted
+                outcome.seconds = seconds if failure is None else 0.0
 
         return run
 
@@ -324,26 +408,35 @@ class Promotions:
 
     def _keep(self, plan: PromotePlan) -> Lease:
         """Lease the host slots that hold blocks of the plan already."""
-        # rule: kept-slots-are-held
-        return self._host.pool.share([slot for key in plan.keys if (slot := self._host.pool.get(key)) is not None])
+        kept = self._host.pool.lease(())
+        for key in plan.keys:
+            kept.extend(self._host.pool.lease((key,)))  # rule: kept-slots-are-held
+        return kept
 
     def _promote(self, plan: PromotePlan, kept: Lease, generation: int) -> None:
         """Begin to read the plan's blocks that are not in host memory. If a block is being read for another request,
         wait for that read. If host slots run out, read only the first blocks.
         """
         reads: dict[Key, ReadTicket] = {}
+        wanted: dict[Key, str] = {}
         complete = True
         for key in plan.keys:
-            if self._host.pool.get(key) is not None:
+            if self._host.pool.get(key) is not None or key in wanted:
                 continue
             read = next((io.reads[key] for io in self._io.values() if key in io.reads), None)
-            if read is None:
-                source = self._tiers.find(key)
-                if source is None or not self._host.pool.num_available or self._context.switches.abandoned:
-                    complete = False
-                    break
-                read = self._io[source].read(key, generation)
-            reads[key] = read
+            if read is not None:
+                reads[key] = read
+                continue
+            source = None if self._context.switches.abandoned else self._tiers.find(key)
+            if source is None or len(wanted) >= self._host.pool.num_available:
+                complete = False
+                break
+            wanted[key] = source
+        for name, io in self._io.items():
+            of_tier = [key for key, source in wanted.items() if source == name]
+            begun = io.read(of_tier, generation)
+            reads |= begun
+            complete = complete and len(begun) == len(of_tier)
         deadline_s = self._clock() + self._patience_s(len(plan.keys))
         self._waiters.append(Waiter(plan.request_id, plan.epoch, reads, kept, complete, deadline_s))
 
@@ -367,8 +460,8 @@ class Promotions:
         the request still waits for other blocks.
         """
         for waiter in self._waiters:
-            if waiter.reads.get(ticket.key) is ticket and (slot := self._host.pool.get(ticket.key)) is not None:
-                waiter.kept.extend(self._host.pool.share([slot]))  # rule: promoted-block-is-held-for-its-request
+            if waiter.reads.get(ticket.key) is ticket:
+                waiter.kept.extend(self._host.pool.lease((ticket.key,)))  # rule: promoted-block-is-held-for-its-request
 
     def finish_waits(self) -> None:
         """End each wait whose reads have ended or whose deadline has passed: report it, and release its slots."""

@@ -30,6 +30,7 @@ from sidestream_kv.offload.pacing import Copy, Lane
 from sidestream_kv.offload.stores import Stores, TierWrites
 from sidestream_kv.offload.tickets import Command, Forget, StoreAgain, SubmitPlans, WorkerFailed, WriteRest
 from sidestream_kv.offload.tier_io import Finds, Promotions, TierIO
+from sidestream_kv.offload.tiers.index import Refresh
 from sidestream_kv.types import HOST, Fence, FindPlan, LoadPlan, PromotePlan, StorePlan
 
 # Pause between two turns while there is more work. It lets the engine thread run: a thread that waits for the GIL needs
@@ -78,6 +79,7 @@ class OffloadWorker:
         self._to_host = Lane(pacing.TO_HOST, lambda number: device.stream(f"store-{number}"), clock=device.now)
         self._to_device = Lane(context.to_device, lambda number: device.stream(f"load-{number}"), clock=device.now)
         self._io = {name: TierIO(name, context) for name in context.tiers.persistent}
+        self._refresh = Refresh(context.tiers.host.pool, self._clock)
         self._writes = TierWrites(context, self._io)
         self._stores = Stores(context, self._to_host, self._writes)
         self._loads = Loads(context, self._to_device)
@@ -137,6 +139,7 @@ class OffloadWorker:
         for io in self._io.values():
             io.finish_writes()
             io.refresh.poll()
+        self._refresh.poll()  # rule: blocks-of-other-engines-are-found
         self._promotions.finish_reads()
         self._finds.finish()
         self._take_commands()  # rule: last-submitted-transfers-are-dropped-at-close
@@ -260,7 +263,8 @@ class OffloadWorker:
             self._commands or self._ended_copies or hungry or self._writes.has_more(storing=self._stores.has_work)
         )
         until_s = self._promotions.deadlines() + self._finds.deadlines()
-        until_s += [io.refresh.due_s for io in self._io.values() if io.refresh.due_s != float("inf")]
+        refreshes = [self._refresh, *(io.refresh for io in self._io.values())]
+        until_s += [refresh.due_s for refresh in refreshes if refresh.due_s != float("inf")]
         if more:
             until_s.append(self._clock() + (_SHORT_PAUSE_S if any(lane.runs_low for lane in hungry) else _PAUSE_S))
         if self._stores.growing:

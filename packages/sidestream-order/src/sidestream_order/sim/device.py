@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from mmap import mmap
 
 import torch
 
@@ -138,6 +139,10 @@ class SimDevice:
         if self.pin_s and num_bytes > item_bytes:
             self._pinned_from[name] = self.now(), self.pin_s, item_bytes
         return self.allocate(name, num_bytes)
+
+    def adopt_host(self, name: str, pages: mmap, *, item_bytes: int = 1) -> Memory:
+        """The pages as they are."""
+        return self._add(Memory(name, (torch.frombuffer(pages, dtype=torch.uint8),)))
 
     def mapped(self, memory: Memory) -> torch.Tensor:
         """The memory itself. See `Device.mapped`."""

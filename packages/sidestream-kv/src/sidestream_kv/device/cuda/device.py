@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from mmap import mmap
 
 import torch
 
@@ -24,7 +25,7 @@ from sidestream_kv.device.cuda.pinned import Slab
 from sidestream_kv.device.cuda.stream import CudaStream
 from sidestream_kv.device.cuda.wait import FenceWaiter
 from sidestream_kv.device.host import HostFence, HostSide, HostStream, TurnTaker
-from sidestream_kv.device.machine import available_bytes
+from sidestream_kv.device.machine import check_fits
 from sidestream_kv.errors import ConfigError, DeviceError, DeviceLost, InvariantError
 from sidestream_kv.metrics import Metrics, Timeline
 from sidestream_kv.types import Fence, Tracer
@@ -170,15 +171,17 @@ class CudaDevice(HostSide):
 
         Raises ConfigError if the machine has too little memory, or if its first part cannot be pinned.
         """
-        available = available_bytes()
-        if available is not None:  # earlier allocations will also need the pages that do not exist yet
-            available -= sum(slab.memory.num_bytes - slab.mapped_bytes for slab in self._slabs.values())
-        if available is not None and num_bytes > available:
-            raise ConfigError(
-                f"{name} memory of {num_bytes / 2**30:.2f} GiB does not fit: "
-                f"this machine has {available / 2**30:.2f} GiB available; ask for less"
-            )
-        slab = Slab(name, num_bytes, item_bytes=item_bytes, pins=self.driver, prepare=self.driver.prepare_thread)
+        promised = sum(slab.memory.num_bytes - slab.mapped_bytes for slab in self._slabs.values())
+        check_fits(name, num_bytes, promised=promised)
+        return self._keep(name, num_bytes, item_bytes)
+
+    def adopt_host(self, name: str, pages: mmap, *, item_bytes: int = 1) -> Memory:
+        """See `Device.adopt_host`: the pages are pinned here, as those of `allocate_host` are, and copied directly."""
+        return self._keep(name, len(pages), item_bytes, pages)
+
+    def _keep(self, name: str, num_bytes: int, item_bytes: int, pages: mmap | None = None) -> Memory:
+        prepare = self.driver.prepare_thread
+        slab = Slab(name, num_bytes, item_bytes=item_bytes, pins=self.driver, prepare=prepare, shared=pages)
         self._slabs[slab.memory] = slab
         if self.tracer is not None:
             self.tracer.allocated(name, num_bytes)

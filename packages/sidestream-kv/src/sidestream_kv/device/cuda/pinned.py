@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from mmap import mmap
 from typing import Any, Protocol
 
 import torch
@@ -94,13 +95,22 @@ class Slab:
     """
 
     def __init__(
-        self, name: str, num_bytes: int, *, item_bytes: int, pins: Pins, prepare: Callable[[], None] = lambda: None
+        self,
+        name: str,
+        num_bytes: int,
+        *,
+        item_bytes: int,
+        pins: Pins,
+        prepare: Callable[[], None] = lambda: None,
+        shared: mmap | None = None,
     ) -> None:
-        """Blocks until the first chunk is pinned. The slab's background thread first calls `prepare`.
+        """Blocks until the first chunk is pinned. The slab's background thread first calls `prepare`. `shared`: pages
+        of other processes, too, to use instead of new ones; none of their bytes is changed.
 
         Raises ConfigError if the machine has less than `num_bytes` of memory, or if the first chunk cannot be pinned.
         """
-        pages = private_pages(name, num_bytes)
+        pages = private_pages(name, num_bytes) if shared is None else shared
+        self._zeroes = shared is None
         self.memory = Memory(name, (torch.frombuffer(pages, dtype=torch.uint8),))
         self.borders = chunk_borders(num_bytes, item_bytes)
         self.ready_bytes = 0
@@ -187,7 +197,8 @@ class Slab:
 
     def _touch(self, start: int, stop: int) -> int:
         """Map these pages, and return `stop`. Releases the GIL."""
-        if not self._closing and not advise(self._address + start, stop - start, _MADV_POPULATE_WRITE):
+        exists = self._closing or advise(self._address + start, stop - start, _MADV_POPULATE_WRITE)
+        if not exists and self._zeroes:  # rule: pages-of-others-are-not-zeroed
             # The kernel is older. Writing zeros instead is safe, because bytes that are not ready hold zeros.
             ctypes.memset(self._address + start, 0, stop - start)
         with self._mapping:

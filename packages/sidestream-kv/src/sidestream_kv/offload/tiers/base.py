@@ -27,6 +27,7 @@ from sidestream_kv.offload.tiers.index import Entry, ReadLease, TierIndex, TierS
 from sidestream_kv.types import Key, Tracer
 
 __all__ = [
+    "BatchTier",
     "Block",
     "Entry",
     "PersistentTier",
@@ -39,6 +40,9 @@ __all__ = [
     "TierStreams",
     "WriteGrant",
 ]
+
+# Blocks that are read or written at once. With two buffers each, far below the system's limit of 1024.
+_MOST_BATCHED = 64
 
 Block = memoryview | npt.NDArray[np.uint8]
 """The bytes of one block: `layout.block_bytes`, contiguous, in host memory. Page-aligned blocks may be faster to copy.
@@ -105,12 +109,30 @@ class SharedTier(PersistentTier, Protocol):
         ...
 
 
+@runtime_checkable
+class BatchTier(PersistentTier, Protocol):
+    """A tier that reads and writes several blocks at once faster than one after another. `TierStreams.batch_bytes` says
+    how many.
+    """
+
+    def write_all(self, grants: Sequence[WriteGrant], payloads: Sequence[Block]) -> Sequence[Exception | None]:
+        """Do what `write` does for each grant. Returns, for each, what `write` would raise: a failure of one block is
+        no failure of another one.
+        """
+        ...
+
+    def read_all(self, entries: Sequence[Entry], outs: Sequence[Block]) -> Sequence[Exception | None]:
+        """Do what `read` does for each entry. Returns, for each, what `read` would raise."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class TierContext:
     """Facts that a tier needs when it is opened, about the model whose KV it will hold.
 
     fingerprint   hash of the model's weights and config; a tier must not serve blocks of another model
     tracer        tracer for the tier's index, in tests; None: no tracing
+    name          name of the tier: its kind's name; with `-2` and so on, if several tiers of the kind are opened
     rank          which of the `num_ranks` ranks that hold a share of each block opens the tier
     """
 
@@ -119,20 +141,30 @@ class TierContext:
     tracer: Tracer | None = None
     rank: int = 0
     num_ranks: int = 1
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class TierStreams:
-    """Number of streams for a tier's reads and writes: how many of them run at the same time."""
+    """Number of streams for a tier's reads and writes: how many of them run at the same time. `batch_bytes`: how many
+    bytes each of them reads or writes at once, if the tier is a `BatchTier` and several blocks are that small.
+    """
 
     readers: int = 2
     writers: int = 1
+    batch_bytes: int = 0
 
 
 def streams_of(tier: PersistentTier) -> TierStreams:
     """What the tier says in its attribute `streams`, or the default."""
     streams: TierStreams = getattr(tier, "streams", TierStreams())
     return streams
+
+
+def batch_blocks(tier: PersistentTier, block_bytes: int) -> int:
+    """Number of blocks that a stream of the tier reads or writes at once."""
+    num_blocks = streams_of(tier).batch_bytes // block_bytes if isinstance(tier, BatchTier) else 1
+    return max(1, min(num_blocks, _MOST_BATCHED))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +176,7 @@ class TierKind:
     open   function that makes the tier, or returns None if the config does not ask for the tier. Raises ConfigError
     write_policy   which blocks it writes by default: see `OffloadConfig.write_policy`. A tier that engines share should
            keep `"all"`, because others may reuse a block that this engine never uses again
+    parts  configs of the tiers to open: several, if each block is in one of several tiers
     ranks  whether several ranks may open it with the same options, because it keeps their entries apart itself
     """
 
@@ -151,3 +184,4 @@ class TierKind:
     open: Callable[[OffloadConfig, TierContext], PersistentTier | None]
     write_policy: str = "all"
     ranks: bool = False
+    parts: Callable[[OffloadConfig], Sequence[OffloadConfig]] = lambda config: (config,)

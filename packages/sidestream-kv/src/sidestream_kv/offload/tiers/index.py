@@ -31,6 +31,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from typing import NamedTuple
 
 from sidestream_kv.errors import InvariantError, TierFull
@@ -44,9 +45,7 @@ _REFRESH_RATIO = 50
 
 
 class Entry(NamedTuple):
-    """One write of one key. `serial` increases with every write and is never reused while the tier is open. A tuple,
-    because a tier makes a million of them when it is opened.
-    """
+    """One write of one key. `serial` increases with every write and is never reused while the tier is open."""
 
     key: Key
     serial: int
@@ -112,7 +111,7 @@ class TierIndex:
 
     def __init__(
         self,
-        published: Iterable[Entry] = (),
+        published: Iterable[tuple[Key, int]] = (),
         *,
         name: str,
         max_entries: int,
@@ -123,7 +122,7 @@ class TierIndex:
         tracer: Tracer | None = None,
     ) -> None:
         """
-        published            entries that are on the medium already, least recently used first, at most `max_entries`
+        published            keys and serials of entries on the medium, least recently used first, at most `max_entries`
         next_serial          first serial to use, larger than every serial on the medium
         evictions, corrupt   initial values of these statistics
         tracer               records every grant, pin and key
@@ -138,12 +137,11 @@ class TierIndex:
         self.on_unpin: Callable[[Entry], None] = _ignore
         self.on_evict: tuple[Callable[[Sequence[Key]], None], ...] = ()
         """Called with the keys of evicted entries, on the offload worker's thread."""
-        self._trace = _Trace(tracer, name, published := tuple(published))
         self.max_entries = max_entries
         self._entry_bytes = entry_bytes
         self._next_serial = next_serial
         # Published entries are in one of these, and in both while they go from one to the other.
-        self._idle = OrderedDict(zip([entry.key for entry in published], published, strict=True))  # next victim first
+        self._idle = OrderedDict(published)  # serials, next victim first; a million of `Entry` would take half a second
         self._reading: dict[Key, Entry] = {}  # pinned
         self._pins: dict[Entry, int] = {}  # number of readers, of entries that are being read
         self._writing: dict[Key, WriteGrant] = {}
@@ -152,6 +150,7 @@ class TierIndex:
         self._doomed: deque[Entry] = deque()
         self._evictions = evictions
         self._corrupt = corrupt
+        self._trace = _Trace(tracer, name, starmap(Entry, self._idle.items()))
 
     def __len__(self) -> int:
         return len(self._idle) + len(self._reading)
@@ -164,12 +163,13 @@ class TierIndex:
 
     def get(self, key: Key) -> Entry | None:
         """The published entry of a key."""
-        return self._idle.get(key) or self._reading.get(key)
+        serial = self._idle.get(key)
+        return self._reading.get(key) if serial is None else Entry(key, serial)
 
     @property
     def entries(self) -> Iterable[Entry]:
         """Published entries, in no particular order."""
-        return (*self._idle.values(), *self._reading.values())
+        return (*starmap(Entry, self._idle.items()), *self._reading.values())
 
     @property
     def next_serial(self) -> int:
@@ -357,10 +357,10 @@ class TierIndex:
         self._evictions += 1
         if self.prefix_pins is not None and self.prefix_pins.held:
             self.prefix_pins.pass_over(self._idle)
-        key, entry = self._idle.popitem(last=False)  # rule: least-recently-used-entry-is-evicted-first
+        entry = Entry(*self._idle.popitem(last=False))  # rule: least-recently-used-entry-is-evicted-first
         self._hide(entry)
         for on_evict in self.on_evict:
-            on_evict((key,))
+            on_evict((entry.key,))
         return entry
 
     def _end(self, grant: WriteGrant) -> None:
@@ -371,7 +371,7 @@ class TierIndex:
         self._trace.released([grant.entry] if victim is None else [grant.entry, victim])
 
     def _make_findable(self, entry: Entry) -> None:
-        self._idle[entry.key] = entry
+        self._idle[entry.key] = entry.serial
         if self.key_log is not None:
             self.key_log.stored((entry.key,))
 
@@ -399,7 +399,7 @@ class TierIndex:
             del self._pins[entry]
             self.on_unpin(entry)
             if self._reading.get(entry.key) == entry:  # rule: dropped-entry-stays-dropped
-                self._idle[entry.key] = entry
+                self._idle[entry.key] = entry.serial
                 self._reading.pop(entry.key, None)
             else:
                 self._leaving -= 1

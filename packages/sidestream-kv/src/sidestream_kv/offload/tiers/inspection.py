@@ -164,7 +164,7 @@ class Inspection:
             if self._locks.share(slot):
                 try:
                     if self._table.check(slot) == check_of(slot, entry):
-                        fault = segments.read(slot, entry, out) or ""
+                        fault = segments.read(slot, [entry], [out])[0] or ""
                 except FileNotFoundError:
                     fault = "is in a file that is gone"
                 finally:

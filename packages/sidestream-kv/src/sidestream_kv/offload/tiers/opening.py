@@ -96,7 +96,7 @@ def _put_in_order(
     kept = _latest(records, used[is_valid])
     surplus = max(0, len(kept) - num_slots)
     if surplus:
-        kept = kept[np.argsort(records.stamps[kept])]
+        kept = records.by_use(np.sort(kept))
     evicted, kept = kept[:surplus], kept[surplus:]
     is_kept = np.zeros(len(records.checks), np.bool_)
     is_kept[kept] = True

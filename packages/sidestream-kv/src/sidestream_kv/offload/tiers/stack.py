@@ -15,7 +15,6 @@ import random
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sidestream_kv.config import OffloadConfig, parse_bytes, unknown_name
@@ -25,6 +24,8 @@ from sidestream_kv.kv.pool import FencedPool
 from sidestream_kv.metrics import Metrics
 from sidestream_kv.offload.tiers import disk, mooncake, redis, s3
 from sidestream_kv.offload.tiers.base import PersistentTier, TierContext, TierKind
+from sidestream_kv.offload.tiers.shared_memory import SharedMemory
+from sidestream_kv.offload.tiers.shared_pool import SharedPool
 from sidestream_kv.types import DEVICE, HOST, Access, Key, Tracer
 
 if TYPE_CHECKING:  # a process without torch reads the names of the tiers
@@ -44,7 +45,7 @@ def register(kind: TierKind) -> None:
 
     Raises ConfigError if a tier with that name is known already.
     """
-    if kind.name in names():
+    if kind.name in names() or kind_of(kind.name) != kind.name:
         raise ConfigError(f"a tier {kind.name} is known already: give the tier another name")
     _KINDS.append(kind)
 
@@ -54,6 +55,12 @@ def names(*, stores: bool = True) -> tuple[str, ...]:
     stores that engines share, which most engines do not use.
     """
     return (DEVICE, HOST, *(kind.name for kind in _KINDS if stores or not kind.ranks))
+
+
+def kind_of(name: str) -> str:
+    """The name of the kind of a tier: `disk` of `disk-2`. Of unknown tiers, the name of the tier."""
+    kind, _, number = name.rpartition("-")
+    return kind if number.isdecimal() and kind in names() else name
 
 
 def open_tiers(config: OffloadConfig, context: TierContext) -> dict[str, PersistentTier]:
@@ -68,9 +75,11 @@ def open_tiers(config: OffloadConfig, context: TierContext) -> dict[str, Persist
     with contextlib.ExitStack() as undo:
         opened: dict[str, PersistentTier] = {}
         for kind in _KINDS:
-            if (tier := kind.open(config, context)) is not None:
-                undo.callback(tier.close)
-                opened[kind.name] = tier
+            for number, part in enumerate(kind.parts(config), start=1):
+                name = kind.name if number == 1 else f"{kind.name}-{number}"
+                if (tier := kind.open(part, dataclasses.replace(context, name=name))) is not None:
+                    undo.callback(tier.close)
+                    opened[name] = tier
         undo.pop_all()
     return opened
 
@@ -87,33 +96,35 @@ def write_policies(config: OffloadConfig) -> dict[str, str]:
 
 
 def share_of_rank(config: OffloadConfig, rank: int, size: int) -> OffloadConfig:
-    """The tier options of one of `size` ranks: its share of the bytes, and its own disk directory under `config.disk`.
+    """The tier options of one of `size` ranks: its share of the bytes, and its own directory in each of `config.disk`.
 
     Raises ConfigError if the directory holds blocks of another number of ranks, or if `config` asks for a tier that
     does not keep the entries of ranks apart itself (`TierKind.ranks`).
     """
     if size == 1:
         return config
+    if config.shared_memory is not None:
+        raise ConfigError(
+            f"shared_memory cannot be used with {size} ranks, because a leased slot would have to be leased on all of "
+            "them: leave it out, so that each rank has host memory of its own, or use one rank"
+        )
     divided = {kind.name for kind in _KINDS if kind.ranks}
     if (whole := next((name for name in config.tiers if name not in divided), None)) is not None:
         raise ConfigError(
             f"tier {whole} cannot be used with {size} ranks, because Sidestream cannot divide its options among ranks: "
             "remove the tier, or use one rank"
         )
-    disk = None
-    if config.disk is not None:
-        root = Path(config.disk).expanduser()
+    for root in config.disks:
         names = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
         if strange := next((name for name in names if not name.endswith(f"-of-{size}")), None):
             raise ConfigError(
                 f"disk directory {root} holds {strange}, which {size} ranks cannot use, because a directory is for one "
                 "number of ranks: give another directory, or empty this one"
             )
-        disk = root / f"rank-{rank}-of-{size}"
     return dataclasses.replace(
         config,
         host=config.host_bytes // size,
-        disk=disk,
+        disk=tuple(root / f"rank-{rank}-of-{size}" for root in config.disks) or None,
         disk_capacity=parse_bytes(config.disk_capacity, option="offload disk_capacity") // size,
     )
 
@@ -141,18 +152,26 @@ class HostTier:
 
     memory        `num_slots * layout.block_bytes` bytes, from `Device.allocate_host`
     ready_bytes   number of bytes at the start of the memory that can be used already; `grow` raises it. None: all bytes
+    shared        the memory of a cache process that `memory` is; None: it is the engine's own
     """
 
     def __init__(
-        self, memory: Memory, layout: LayeredLayout, *, ready_bytes: int | None = None, tracer: Tracer | None = None
+        self,
+        memory: Memory,
+        layout: LayeredLayout,
+        *,
+        ready_bytes: int | None = None,
+        tracer: Tracer | None = None,
+        shared: SharedMemory | None = None,
     ) -> None:
         self.layout = layout
         self.memory = memory
         self.num_slots = memory.num_bytes // layout.block_bytes
-        self.pool = FencedPool(
-            "host slots",
-            (memory.num_bytes if ready_bytes is None else ready_bytes) // layout.block_bytes,
-            tracer=tracer,
+        ready = (memory.num_bytes if ready_bytes is None else ready_bytes) // layout.block_bytes
+        self.pool = (
+            FencedPool("host slots", ready, tracer=tracer)
+            if shared is None
+            else SharedPool(shared, ready=ready, tracer=tracer)
         )
         if tracer is not None:
             tracer.backed(self.pool.name, memory.name, layout.block_bytes)
@@ -174,6 +193,17 @@ class HostTier:
         """The bytes of one slot, writable. Valid while the caller holds a lease of the slot."""
         start, stop = self.layout.span(index)
         return self.memory.data[start:stop].numpy().data
+
+
+def _log_shared(shared: SharedMemory, host: HostTier, wanted: int) -> None:
+    logger.info(
+        "host tier: memory of the cache process at %s, %d blocks, %d slots in %d bytes%s",
+        shared.path,
+        host.pool.num_keys,
+        host.num_slots,
+        host.memory.num_bytes,
+        "" if wanted == host.memory.num_bytes else f" (not {wanted}, because another engine has made it)",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,10 +246,24 @@ class TierStack:
             raise ConfigError(
                 f"offload host is {config.host_bytes} bytes, a block takes {block_bytes}: give more, or 0 for none"
             )
-        slots = config.host_bytes // block_bytes
-        memory = device.allocate_host(HOST, slots * block_bytes, item_bytes=block_bytes)
-        host = HostTier(memory, layout, ready_bytes=device.ready_bytes(memory), tracer=context.tracer)
-        return cls(host, open_tiers(config, context) if persistent is None else persistent)
+        num_bytes = config.host_bytes // block_bytes * block_bytes
+        with contextlib.ExitStack() as undo:
+            shared = None
+            if config.shared_memory is None:
+                memory = device.allocate_host(HOST, num_bytes, item_bytes=block_bytes)
+            else:
+                shared = SharedMemory.open(  # rule: shared-memory-is-of-one-model
+                    config.shared_memory, layout=layout, fingerprint=context.fingerprint, num_bytes=num_bytes
+                )
+                undo.callback(shared.close)  # rule: failed-start-leaves-the-shared-memory
+                memory = device.adopt_host(HOST, shared.pages, item_bytes=block_bytes)
+            ready_bytes = device.ready_bytes(memory)
+            host = HostTier(memory, layout, ready_bytes=ready_bytes, tracer=context.tracer, shared=shared)
+            if shared is not None:
+                _log_shared(shared, host, num_bytes)
+            stack = cls(host, open_tiers(config, context) if persistent is None else persistent)
+            undo.pop_all()
+        return stack
 
     # ------------------------------------------------------------------ called from any thread
 
@@ -249,8 +293,10 @@ class TierStack:
             yield TierGauge(name, stats.entries, stats.bytes)
 
     def close(self) -> None:
-        """Close every persistent tier. Call it after the last transfer. Idempotent."""
+        """Close every persistent tier, and leave a shared memory. Call it after the last transfer. Idempotent."""
         with contextlib.ExitStack() as ends:
+            if isinstance(self.host.pool, SharedPool):
+                ends.callback(self.host.pool.close)  # rule: closed-engine-leaves-the-shared-memory
             for tier in self.persistent.values():
                 ends.callback(tier.close)
 
@@ -316,6 +362,13 @@ class Checksums:
         self._metrics = metrics
         self._random = random.Random("sidestream self-check of blocks")
         self._by_slot: dict[int, int] = {}
+        if isinstance(host.pool, SharedPool):
+            host.pool.on_rewrite = self.forget  # rule: checksum-ends-with-its-block
+
+    def forget(self, slots: Iterable[int]) -> None:
+        """Forget the checksums of slots that another engine has written."""
+        for slot in slots:
+            self._by_slot.pop(slot, None)
 
     def compute(self, slots: Sequence[int]) -> None:
         """Compute checksums of randomly chosen blocks that become findable now. The caller has leases of
