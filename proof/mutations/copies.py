@@ -304,7 +304,7 @@ EQUIVALENT = (
             consequence="the blocks of a load that misses one of them are never released",
             needs=frozenset({"offload"}),
         ),
-        "the end of a planned run is hardly ever evicted before its start",
+        "a load that misses a block in a schedule misses its first one, so it holds no slot yet",
         noticed_by="offload/test_loads.py::test_a_load_that_misses_its_last_block_holds_no_slot",
     ),
     Equivalent(

@@ -1,8 +1,8 @@
 """The tier `s3`: values as objects in a bucket of Amazon S3, or of a server with its API. `tiers.store_tier` has the
 rest.
 
-The package `obstore` makes the requests, without the interpreter lock. The bucket's own lifecycle rules end values that
-nobody deletes; a deletion that races with another engine's write of the same block costs a hit.
+The package `obstore` makes the requests. The bucket's own lifecycle rules end values that no engine deletes; a deletion
+that races with another engine's write of the same block costs a hit.
 """
 
 from __future__ import annotations
