@@ -6,7 +6,7 @@ import json
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from proof.fake_backend import FakeBackend, FakeTokenizer, Script
@@ -28,14 +28,17 @@ _VALUES = st.recursive(
 
 
 @given(_VALUES)
+@example("\x85\u2028\u2029")
 def test_clients_read_equal_values(value: object) -> None:
-    assert json.loads(to_json(value)) == value
+    text = to_json(value)
+    assert json.loads(text) == value
+    assert len(text.decode().splitlines()) == 1
 
 
-def test_json_is_compact_and_characters_are_not_escaped() -> None:
+def test_json_is_compact_and_only_line_ends_are_escaped() -> None:
     assert (
-        to_json({"text": "né\n\u2028", "logprobs": [-0.5, None]})
-        == '{"text":"né\\n\u2028","logprobs":[-0.5,null]}'.encode()
+        to_json({"text": "né\n\\\u2028", "logprobs": [-0.5, None]})
+        == '{"text":"né\\n\\\\\\u2028","logprobs":[-0.5,null]}'.encode()
     )
 
 

@@ -20,6 +20,7 @@ import msgspec
 import xxhash
 
 from sidestream.errors import ConfigError, SidestreamError
+from sidestream.server.body import to_json
 
 if TYPE_CHECKING:
     import httpx
@@ -172,7 +173,7 @@ class Answers:
         the file system refuses it; then the file is as before.
         """
         response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
-        line = msgspec.json.encode(
+        line = to_json(
             {
                 "id": f"batch_req_{uuid.uuid4().hex}",
                 "custom_id": custom_id,

@@ -216,6 +216,9 @@ def _kind(value: object) -> str:
 
 _ENCODER = msgspec.json.Encoder()
 
+# Characters that JSON allows, and that end a line for `str.splitlines` and for clients that read streams by it (httpx).
+_LINE_ENDS = [(end.encode(), f"\\u{ord(end):04x}".encode()) for end in "\x85\u2028\u2029"]
+
 
 def checked(
     kind: type[_Checked], fields: Mapping[str, Any], idle: Mapping[str, tuple[Any, ...] | None], where: str = ""
@@ -290,11 +293,15 @@ def _first_fault(failure: ValidationError, param: str = "") -> ApiError:
 
 
 def to_json(value: Any) -> bytes:
-    """The JSON text of `value`. `value` must not contain NaN or an infinity, because the encoder would write null.
+    """The JSON text of `value`, one line by every reader's rules. `value` must not contain NaN or an infinity, because
+    the encoder would write null.
 
     Raises UnicodeEncodeError for a lone surrogate.
     """
-    return _ENCODER.encode(value)
+    text = _ENCODER.encode(value)
+    for end, escape in _LINE_ENDS:
+        text = text.replace(end, escape)
+    return text
 
 
 class JsonResponse(Response):
