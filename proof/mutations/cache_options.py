@@ -1,5 +1,5 @@
-"""Rules of what one request lets tiers do, of sessions, and of reads for the queue. The torture test's requests have
-no options, so unit tests detect the removal of these rules.
+"""Rules of what one request lets tiers do, of sessions, of quotas, and of reads for the queue. The torture test's
+requests have no options, so unit tests detect the removal of these rules.
 """
 
 from __future__ import annotations
@@ -60,6 +60,19 @@ EQUIVALENT = (
         file="schedule/test_tiers.py",
     ),
     _noticed(
+        "kv-beyond-a-quota-goes-first",
+        "the requests of one key evict the KV of all others",
+        "an_owner_beyond_its_quota_evicts_its_own_oldest_kv",
+        file="engine/test_quotas.py",
+    ),
+    _noticed(
+        "quota-spares-other-owners",
+        "KV that another key uses is evicted because one key has used much",
+        "kv_that_another_owner_used_is_spared",
+        Rewrite("not self._num_holders", "len"),
+        file="engine/test_quotas.py",
+    ),
+    _noticed(
         "closed-session-goes-first",
         "the KV of a conversation that has ended takes the place of others",
         "the_kv_of_a_closed_session_is_evicted_first",
@@ -77,5 +90,6 @@ EXEMPT = (
     Exempt("TierPins.add", ("add", "add"), PINS),
     Exempt("TierPins.forget", ("forget", "forget"), PINS),
     Exempt("Engine._ended", ("ended", "ended"), MESSAGE),
+    Exempt("Prefixes.ended", ("ended", "ended"), MESSAGE),
     Exempt("Sessions.ended", ("keys_version", "keys_version"), _WEIGHTS),
 )

@@ -541,6 +541,9 @@ class CacheOptions:
                         request is evicted last until its next one is expected
     session_ttl_s       seconds for which it is; None: learned from the session's own pauses
     max_ttl_s           upper bound of learned seconds
+    owner               for whom the request is, such as the name of an API key
+    quota_tokens        number of tokens whose KV requests of this owner may keep in the cache beside other owners'.
+                        Beyond it, the owner's oldest KV is evicted first; None: no quota
     """
 
     max_load_tokens: int | None = None
@@ -549,9 +552,11 @@ class CacheOptions:
     session: str = ""
     session_ttl_s: float | None = None
     max_ttl_s: float = 3600.0
+    owner: str = ""
+    quota_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_load_tokens", "max_offload_tokens"):
+        for name in ("max_load_tokens", "max_offload_tokens", "quota_tokens"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), 0, 1 << 31)
         if not isinstance(self.session, str) or len(self.session) > MOST_SALT_CHARS:

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from proof.fake_backend import FakeBackend, Script
-from sidestream.config import SamplingParams
+from sidestream.config import CacheOptions, SamplingParams
 from sidestream.errors import ConfigError
 from sidestream.server import ServerOptions, api_keys, bind, rate_limits
 from sidestream.server.errors import ApiError
@@ -316,3 +316,15 @@ def test_a_response_is_stored_for_its_key_alone(file: Path) -> None:
         for key, status in (("bob", 404), ("ann", 200), ("ann", 404)):
             headers = {"authorization": f"Bearer {key}"}
             assert served.http.delete(f"/v1/responses/{name}", headers=headers).status_code == status
+
+
+def test_a_share_of_the_cache_reaches_the_engine_with_the_name_of_the_key(file: Path) -> None:
+    file.write_text(table("a", max_cached_tokens=60) + table("b"))
+    limits = rate_limits.RateLimits(api_keys.KeyFile(str(file)), rate_limits.limits_file(), lambda *more: None)
+    call = Call("text", ((1,) * 100,), SamplingParams(cache=CacheOptions(session="s")), 0, False, False)
+    cache: list[CacheOptions | None] = []
+    for name in "ab":
+        grant = limits.admit([name], "/v1/completions", free=False)
+        assert grant is not None
+        cache.append(grant.accept(call).params.cache)
+    assert cache == [CacheOptions(session="s", owner="a", quota_tokens=60), CacheOptions(session="s")]

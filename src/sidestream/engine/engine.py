@@ -181,7 +181,7 @@ class Engine:
     def _ended(self, stream: OutputStream, now_s: float) -> None:
         self.history.ended(stream, now_s)
         if stream.request.cache is not None:
-            self.prefixes.sessions.ended(stream, now_s)
+            self.prefixes.ended(stream, now_s)
 
     def on_kv_events(self, on_batch: OnBatch) -> None:
         """Call `on_batch` for every batch of KV events from now on. Raises ConfigError if KV events are off."""

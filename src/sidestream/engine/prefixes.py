@@ -15,7 +15,9 @@ import numpy as np
 
 from sidestream.config import MAX_TTL_S
 from sidestream.engine.operations import Call
+from sidestream.engine.output_stream import OutputStream
 from sidestream.engine.parts import Parts
+from sidestream.engine.quotas import Quotas
 from sidestream.engine.sessions import Sessions
 from sidestream.engine.stats import Asked, CacheHistory
 from sidestream.engine.tier_pins import TierPins
@@ -60,6 +62,12 @@ class Prefixes:
         self._is_alive = is_alive
         self._pins = TierPins(parts)
         self.sessions = Sessions(parts, self._pins)
+        self._quotas = Quotas(parts)
+
+    def ended(self, stream: OutputStream, now_s: float) -> None:
+        """Count the KV of a request that has ended for its session and its owner. Engine thread only."""
+        self.sessions.ended(stream, now_s)
+        self._quotas.ended(stream.request)
 
     def run(self, operation: str, query: PrefixQuery, *, timeout_s: float) -> Sequence[CachedPrefix]:
         """Carry out `pin_prefix`, `unpin_prefix`, `prefetch_prefix`, `cached_prefixes`, `drop_prefix`, `close_session`

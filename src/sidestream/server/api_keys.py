@@ -42,6 +42,7 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     most_urgent_priority the sum is at least this; None: `priority`
     deadline_s           time for a request; then it ends
     cache_salt           requests share KV with requests of keys with the same salt only
+    max_cached_tokens    what requests keep in the cache beyond these tokens is evicted first
     endpoints            paths that the key opens, with the paths below them; None: all
     """
 
@@ -55,6 +56,7 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     most_urgent_priority: _Priority | None = None
     deadline_s: Annotated[float, Meta(gt=0, le=1e6)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MOST_SALT_CHARS)] | None = None
+    max_cached_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
     endpoints: Annotated[tuple[Annotated[str, Meta(pattern="^/[^ ]*$")], ...], Meta(min_length=1)] | None = None
 
     @property

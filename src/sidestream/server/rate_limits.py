@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
+from sidestream.config import CacheOptions
 from sidestream.server.api_keys import MOST_CONCURRENT, ApiKey, KeyFile
 from sidestream.server.errors import ApiError
 from sidestream.server.fields import Call
@@ -165,13 +166,17 @@ class Grant:
             raise
 
     def accept(self, call: Call) -> Call:
-        """The call with the key's priority and salt. Takes the prompts' tokens. Raises ApiError."""
+        """The call with the key's priority, salt and share of the cache. Takes the prompts' tokens. Raises ApiError."""
         if self._limits is not None:
             tokens = sum(map(len, call.prompts))
             self.headers |= self._limits.take(self.key, tokens=tokens)
             self._tokens = tokens
         salt, priority = self.key.salted(call.cache_salt), self.key.priority_of(call.priority)
-        return dataclasses.replace(call, cache_salt=salt, priority=priority)
+        call, quota = dataclasses.replace(call, cache_salt=salt, priority=priority), self.key.max_cached_tokens
+        if quota is None:
+            return call
+        cache = dataclasses.replace(call.params.cache or CacheOptions(), owner=self.key.name, quota_tokens=quota)
+        return dataclasses.replace(call, params=dataclasses.replace(call.params, cache=cache))
 
     def end(self, tokens: int) -> None:
         """Give the slot back, and take the rest of the request's tokens. `tokens`: of its prompts and answers."""
