@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sidestream.config import SamplingParams
-from sidestream.errors import ContextTooLong, RequestRejected
+from sidestream.errors import ContextTooLong, ModelNotFound, RequestRejected
 from sidestream.text import Detokenizer
 from sidestream.types import CachedPrefix, CachedTokens, CacheExplanation, Delta, Flushed, Health, TokenLogprob
 from sidestream_kv.metrics import Metrics, MetricsSnapshot, Recent, Timeline
@@ -125,6 +125,30 @@ class Script:
     cached: CachedTokens = _NOTHING_CACHED
 
 
+class FakeAdapters:
+    """Takes every adapter but `missing`."""
+
+    def __init__(self) -> None:
+        self.room = 0
+        self.loaded: list[str] = []
+
+    async def load(self, name: str, path: str, *, timeout_s: float) -> None:
+        """Keep the name."""
+        if path == "missing":
+            raise RequestRejected("the adapter is not loaded: no such directory", param="lora_path")
+        self.loaded.append(name)
+
+    async def unload(self, name: str) -> None:
+        """Forget the name."""
+        if name not in self.loaded:
+            raise ModelNotFound(f"no adapter {name!r} is loaded", param="lora_name")
+        self.loaded.remove(name)
+
+    async def names(self) -> list[str]:
+        """The names."""
+        return self.loaded
+
+
 class FakeBackend:
     """The fake engine. `script` chooses a script by the prompt's text; `health` returns `status`."""
 
@@ -154,6 +178,7 @@ class FakeBackend:
         self.shown_tokens: list[Collection[str]] = []
         self.held: list[str] = []
         self.model_paths: list[str] = []
+        self.adapters: Any = FakeAdapters()
         self.closed: list[tuple[str, str]] = []
         self.finished: list[str] = []
         self.explained: list[str] = []

@@ -161,6 +161,7 @@ class RankToy:
         self._group = group
         self.layout: KVLayout = inner.layout
         self.state_layout: StateLayout | None = inner.state_layout
+        self.adapters = None
         self.needs_chunk_lengths: bool = inner.needs_chunk_lengths
         self.padding_token: int | None = inner.padding_token
         self.vocab_size: int = inner.vocab_size

@@ -72,6 +72,7 @@ class ToyModel:
         windows = tuple(0 if layer % 2 else window for layer in range(num_layers)) if window else ()
         self.layout = KVLayout(num_layers + 2 * leaves_hidden, 1, 2, block_tokens, "float32", windows)
         self.state_layout: StateLayout | None = None
+        self.adapters = None
         self.needs_chunk_lengths = False
         self.padding_token: int | None = None
         self.hidden_size = 4 * block_tokens

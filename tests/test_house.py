@@ -62,10 +62,10 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 LINES = {
     "sidestream_kv": 17_560,
     "sidestream_order": 6_040,
-    "sidestream": 47_140,
-    "proof": 21_760,
+    "sidestream": 47_760,
+    "proof": 21_840,
     "bench": 10_430,
-    "tests": 67_160,
+    "tests": 67_650,
 }
 
 

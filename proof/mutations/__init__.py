@@ -21,6 +21,7 @@ HAZARDS      the faults that the rules prevent, by number
 from __future__ import annotations
 
 from proof.mutations import (
+    adapters,
     cache_options,
     client,
     connectors,
@@ -76,6 +77,7 @@ _TABLES = (
     tiers,
     shared_memory,
     shared_tiers,
+    adapters,
     cache_options,
     runner,
     ranks,

@@ -89,7 +89,7 @@ EXEMPT = (
     Exempt("Pins.move", ("add",), PINS),
     Exempt("TierPins.add", ("add", "add"), PINS),
     Exempt("TierPins.forget", ("forget", "forget"), PINS),
-    Exempt("Engine._ended", ("ended", "ended"), MESSAGE),
+    Exempt("Engine._ended", ("ended", "ended", "ended"), MESSAGE),
     Exempt("Prefixes.ended", ("ended", "ended"), MESSAGE),
     Exempt("Sessions.ended", ("keys_version", "keys_version"), _WEIGHTS),
 )

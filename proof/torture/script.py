@@ -132,6 +132,7 @@ class ScriptedModel:
         self.weights = 0
         self.layout: KVLayout = inner.layout
         self.state_layout: StateLayout | None = inner.state_layout
+        self.adapters = None
         self.needs_chunk_lengths: bool = inner.needs_chunk_lengths
         self.padding_token: int | None = inner.padding_token
         self.vocab_size: int = inner.vocab_size

@@ -237,6 +237,10 @@ class EngineConfig:
                     kv_memory is the size for one rank; the tiers' sizes are totals of all ranks
     self_check      share of steps whose forward pass runs a second time and is compared with the first, and share of
                     blocks in host memory that get a checksum (docs/self-check.md); 0: off
+    lora_modules    LoRA adapters to load at start, each as `NAME=DIRECTORY`
+    max_loras       LoRA adapters that may be loaded at a time, at least those of `lora_modules`; 0: none. Their
+                    matrices take memory from the start
+    max_lora_rank   largest rank of an adapter
     watchdog_timeout_s  seconds that a step, or an answer of the engine's process, may take; then the engine counts as
                     stalled until it goes on
     """
@@ -265,6 +269,9 @@ class EngineConfig:
     kv_events: KVEventsConfig | None = None
     tensor_parallel: int = 1
     self_check: float = 0.0
+    lora_modules: tuple[str, ...] = ()
+    max_loras: int = 0
+    max_lora_rank: int = 16
     watchdog_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
@@ -278,8 +285,9 @@ class EngineConfig:
             parse_bytes(self.kv_memory, option="kv_memory")
         if self.state_memory is not None:
             parse_bytes(self.state_memory, option="state_memory")
-        _at_least("state_interval", self.state_interval, 0)
-        for name in ("max_waiting", "tensor_parallel"):
+        for name in ("state_interval", "max_loras"):
+            _at_least(name, getattr(self, name), 0)
+        for name in ("max_waiting", "tensor_parallel", "max_lora_rank"):
             _at_least(name, getattr(self, name), 1)
         for name in ("block_tokens", "max_running", "chunk_tokens", "token_budget", "max_model_len", "compute_threads"):
             if getattr(self, name) is not None:
@@ -297,6 +305,11 @@ class EngineConfig:
                 f"target_gap_ms is {gap:g} and separate_tail_chunk is on, with which no chunk is cut, so no gap has a "
                 "bound: leave one of the two out"
             )
+        object.__setattr__(self, "lora_modules", tuple(self.lora_modules))
+        if wrong := [one for one in self.lora_modules if not all(one.partition("=")[::2])]:
+            raise ConfigError(f"lora_modules has {wrong[0]!r}: give NAME=DIRECTORY")
+        if self.num_loras and self.tensor_parallel > 1:
+            raise ConfigError(f"adapters with tensor_parallel {self.tensor_parallel} are not supported: give one rank")
         share = self.self_check
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise ConfigError(
@@ -308,6 +321,11 @@ class EngineConfig:
         if self.kv_events is not None and not self.prefix_cache:
             raise ConfigError("KV events report on the prefix cache: leave prefix_cache on, or leave kv_events out")
         self.sizes("cuda" if self.device == "cuda" else "cpu")
+
+    @property
+    def num_loras(self) -> int:
+        """Number of adapters for which there is room."""
+        return max(self.max_loras, len(self.lora_modules))
 
     def check_multiples(self, block_tokens: int) -> None:
         """Raise ConfigError for a size that must be a multiple of the tokens of a block and is not."""
@@ -600,6 +618,7 @@ class SamplingParams:
     max_tokens          None: as many tokens as the model and the block pool allow
     max_drafts          maximum number of tokens to draft in a step; 0: no drafts; None: the engine's `max_drafts`
     cache               what the KV cache does for the request; None: the usual
+    adapter             name of a loaded LoRA adapter; empty: none
     structured_outputs  the form that the answer must have; None: any
     prompt_logprobs     as `logprobs`, for the tokens of the prompt. None of its KV is taken from a cache then
     truncate_prompt_tokens  keep only so many tokens at the end of the prompt; -1: as many as leave room for
@@ -673,6 +692,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         for name, option in SAMPLING_OPTIONS.items():

@@ -83,6 +83,10 @@ class RequestRejected(RequestError):
     """The request asks for something impossible or unsupported."""
 
 
+class ModelNotFound(RequestRejected):
+    """The request names a model or an adapter that is not loaded."""
+
+
 class ContextTooLong(RequestError):
     """The prompt does not fit the device's block pool or the model."""
 

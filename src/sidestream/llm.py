@@ -25,6 +25,7 @@ from sidestream.client.front_end import (
 )
 from sidestream.config import EngineConfig, SamplingParams
 from sidestream.engine import Engine, Handle
+from sidestream.engine.adapters import LoadedAdapters
 from sidestream.engine.kv_events import OnBatch
 from sidestream.engine.loading import LoadedEngine, OnStage, chosen_config, shown_start
 from sidestream.errors import EngineStopped, QueueFull, RequestError
@@ -185,6 +186,11 @@ class LLM:
         """
         self._check_open()
         self.engine.operations.update_weights(path, timeout_s=timeout_s)
+
+    @property
+    def adapters(self) -> LoadedAdapters:
+        """The engine's LoRA adapters: `load` them, and name one in `SamplingParams.adapter`."""
+        return self.engine.adapters
 
     def pause(self) -> None:
         """Start no request that has not begun, until another thread calls `resume`: calls of `generate` wait, too.

@@ -43,6 +43,8 @@ class SamplingSpec:
     """As `top_logprobs`, for the tokens of the prompt."""
     masked: bool = False
     """Whether a grammar decides which tokens may be sampled."""
+    adapter: int = 0
+    """Slot of the request's LoRA adapter; 0: none."""
 
     @property
     def is_typical(self) -> bool:

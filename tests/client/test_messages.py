@@ -48,6 +48,7 @@ PARAMS = SamplingParams(
     allowed_token_ids=(1, 2),
     bad_words=("no",),
     bad_word_ids=((3, 4),),
+    adapter="sql",
 )
 DEFAULTS = SamplingDefaults({"temperature": 0.5, "top_k": 20})
 SIZES = (2048, 4096, 16, 32000, 64)

@@ -17,7 +17,8 @@ from .serving import Served, head, serving
 BODY = b'{"model": "fake", "prompt": "hi"}'
 
 CANCELLED = Delta(0, "", (), (), "abort", 1, CachedTokens(), "the request was cancelled")
-OPERATIONS = ("/reset_prefix_cache", "/flush", "/pause", "/resume", "/update_weights_from_disk")
+WITH_BODY = ("/update_weights_from_disk", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+OPERATIONS = ("/reset_prefix_cache", "/flush", "/pause", "/resume", *WITH_BODY)
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def test_without_an_admin_key_operations_are_off_and_the_error_names_it(api_key:
 
 @pytest.mark.parametrize("path", OPERATIONS)
 def test_the_admin_key_opens_operations_and_the_users_key_does_not(path: str) -> None:
-    opened = 415 if path == "/update_weights_from_disk" else 200  # it needs a body
+    opened = 415 if path in WITH_BODY else 200
     with serving(api_key="user", admin_key="admin") as served:
         assert [_as(served, key, path).status_code for key in ("user", "wrong", "admin")] == [401, 401, opened]
 

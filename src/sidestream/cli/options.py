@@ -249,6 +249,15 @@ _WatchdogTimeout = Annotated[
     ),
 ]
 _Salt = Annotated[str, _engine("--salt", "Engines with different salts never share KV.", "TEXT", False)]
+_LoraModules = Annotated[
+    list[str] | None,
+    _engine("--lora-modules", "LoRA adapter, which clients name as the model. Several times.", "NAME=DIR", "none"),
+]
+_MaxLoras = Annotated[
+    int,
+    _engine("--max-loras", "LoRA adapters that may be loaded at a time; more can come over HTTP.", "N", parse=whole),
+]
+_MaxLoraRank = Annotated[int, _engine("--max-lora-rank", "Largest rank of a LoRA adapter.", "N", parse=whole)]
 _OffloadHost = Annotated[
     str | None,
     _offload(
@@ -336,6 +345,9 @@ def engine_config(
     generation_config: _GenerationConfig = _ENGINE.generation_config,
     salt: _Salt = _ENGINE.salt,
     self_check: _SelfCheck = _ENGINE.self_check,
+    lora_modules: _LoraModules = None,
+    max_loras: _MaxLoras = _ENGINE.max_loras,
+    max_lora_rank: _MaxLoraRank = _ENGINE.max_lora_rank,
     offload_host: _OffloadHost = None,
     offload_disk: _OffloadDisk = None,
     offload_disk_capacity: _OffloadDiskCapacity = None,
@@ -365,6 +377,9 @@ def engine_config(
         eager=eager,
         salt=salt,
         self_check=self_check,
+        lora_modules=tuple(lora_modules or ()),
+        max_loras=max_loras,
+        max_lora_rank=max_lora_rank,
         watchdog_timeout_s=watchdog_timeout,
         speculative=_speculative_config(speculative, max_drafts, max_draft_slowdown, draft_head, draft_model),
         generation_config=generation_config,

@@ -41,6 +41,11 @@ class EngineClient(Protocol):
         ...
 
     @property
+    def max_loras(self) -> int:
+        """Number of LoRA adapters for which the engine has room."""
+        ...
+
+    @property
     def room(self) -> int:
         """Number of samples that the engine may still take from this front end, if other front ends send none."""
         ...
@@ -101,6 +106,36 @@ class EngineClient(Protocol):
     async def operate_on_prefix(self, operation: str, prefix: PrefixQuery) -> Sequence[CachedPrefix]:
         """As `operate`, for an operation of `Prefixes.run`, within `PREFIX_TIMEOUT_S`."""
         ...
+
+
+class AdapterCalls:
+    """The LoRA adapters of an engine: requests with `SamplingParams(adapter=name)` use one, beside others in the same
+    batch. Made by a front end. Methods raise EngineStopped and CallTimeout.
+    """
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+
+    @property
+    def room(self) -> int:
+        """Number of adapters that may be loaded at a time; see `EngineConfig.max_loras`."""
+        return self._client.max_loras
+
+    async def load(self, name: str, path: str, *, timeout_s: float = 60.0) -> None:
+        """Read an adapter in PEFT's format from a directory, and serve it under a name. Running requests go on.
+
+        Raises RequestRejected, and changes nothing, if the name is taken, all slots are in use, or the adapter cannot
+        be read or does not fit.
+        """
+        await self._client.operate("load_adapter", timeout_s=timeout_s, name=f"{name}={path}")
+
+    async def unload(self, name: str) -> None:
+        """Serve an adapter no more. Requests that use it go on. Raises ModelNotFound."""
+        await self._client.operate("unload_adapter", name=name)
+
+    async def names(self) -> list[str]:
+        """Names of the loaded adapters."""
+        return [*await self._client.operate("adapters")]
 
 
 class OutputQueue:

@@ -264,6 +264,7 @@ def engine_info(engine: Engine, *, model: str, model_name: str) -> EngineInfo:
         watchdog_timeout_s=engine.parts.watchdog_timeout_s,
         pid=os.getpid(),
         padding_token=bounds.padding_token,
+        max_loras=engine.adapters.room,
     )
 
 

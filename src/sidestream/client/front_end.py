@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapp
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-from sidestream.client.base import EngineClient
+from sidestream.client.base import AdapterCalls, EngineClient
 from sidestream.client.beam_search import BeamSearch, BeamSequence, run_search
 from sidestream.config import ReasoningMarks, SamplingDefaults, SamplingParams
 from sidestream.errors import RequestRejected
@@ -132,6 +132,7 @@ class FrontEnd:
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer, *, model_name: str) -> None:
         self.client = client
+        self.adapters = AdapterCalls(client)
         self.tokenizer = tokenizer
         self.model_name = model_name
 

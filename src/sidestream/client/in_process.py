@@ -71,6 +71,11 @@ class InProcessClient:
         return self._engine.checker.bounds.block_tokens
 
     @property
+    def max_loras(self) -> int:
+        """Room for adapters."""
+        return self._engine.adapters.room
+
+    @property
     def room(self) -> int:
         unfinished = sum(len(request.unfinished) for request in self._requests.values())
         return self._engine.checker.bounds.max_unfinished - unfinished

@@ -32,6 +32,7 @@ class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     watchdog_timeout_s  seconds after which a process that does not answer counts as stalled
     pid                process id of the engine's process
     padding_token      see `Bounds.padding_token`
+    max_loras          number of LoRA adapters for which there is room
     """
 
     version: str
@@ -48,6 +49,7 @@ class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     watchdog_timeout_s: float
     pid: int
     padding_token: int | None = None
+    max_loras: int = 0
 
 
 class Failure(msgspec.Struct, frozen=True):

@@ -86,7 +86,7 @@ class RemoteClient:
     ) -> None:
         connection.setblocking(False)
         self.info = info
-        self.block_tokens = info.block_tokens
+        self.block_tokens, self.max_loras = info.block_tokens, info.max_loras
         self._socket = connection
         self.on_lost: Callable[[], None] = lambda: None
         self._why_gone = why_gone

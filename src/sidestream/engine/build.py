@@ -200,6 +200,7 @@ def _build_parts(
         kv_events=events,
         self_check=plan.config.self_check,
         grammars=grammars,
+        adapters=plan.model.adapters,
         read_weights=read_weights,
     )
 

@@ -12,11 +12,13 @@ import itertools
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from sidestream.config import SamplingParams
+from sidestream.engine.adapters import LoadedAdapters
 from sidestream.engine.explain import explain_last
 from sidestream.engine.failures import Failures
 from sidestream.engine.inbox import ServingState
@@ -61,8 +63,10 @@ class Engine:
             serving=self.serving, inbox=parts.inbox, streams=self.streams, scheduler=parts.scheduler
         )
         self.loop = StepLoop(parts, streams=self.streams, failures=self._failures)
+        self.adapters = LoadedAdapters(parts, keys_of=self._keys_of, call=self.call, wait_a_turn=self._wait_a_turn)
         self.operations = Operations(
             parts,
+            adapters=self.adapters,
             serving=self.serving,
             cancel=self.streams.cancel,
             replace=self.update_weights,
@@ -116,16 +120,28 @@ class Engine:
         """Queue a request that this engine or a front end has checked. Compiles its grammar, if it has one, on this
         thread. Raises QueueFull or EngineStopped, and RequestRejected for a grammar.
         """
-        num_samples, arrival_s = request.params.n, self.parts.device.now()
-        grammar = grammar_of(request.params, self.parts.grammars) if request.params.masked else None
-        with self.serving.lock:  # so that ids are in order of arrival
-            self.serving.check_room(num_samples)
-            streams = [
-                OutputStream(self._sample(index, request, grammar, name), index=index, sink=sink, arrival_s=arrival_s)
-                for index in range(num_samples)
-            ]
-            self.serving.accept(num_samples)
-            self.parts.inbox.put(lambda: self.streams.start(streams), anytime=True)
+        parts, num_samples, arrival_s = self.parts, request.params.n, self.parts.device.now()
+        grammar = grammar_of(request.params, parts.grammars) if request.params.masked else None
+        if request.params.adapter:
+            request = self.adapters.admit(request)
+        try:
+            with self.serving.lock:  # so that ids are in order of arrival
+                self.serving.check_room(num_samples)
+                streams = [
+                    OutputStream(
+                        _sample(parts, next(self._ids), index, request, grammar, name),
+                        index=index,
+                        sink=sink,
+                        arrival_s=arrival_s,
+                    )
+                    for index in range(num_samples)
+                ]
+                self.serving.accept(num_samples)
+                parts.inbox.put(lambda: self.streams.start(streams), anytime=True)
+        except BaseException:
+            if request.adapter:
+                self.adapters.ended(request.adapter, num_samples)
+            raise
         return Handle(tuple(stream.request.id for stream in streams))
 
     def check(self, prompt: Sequence[int], params: SamplingParams, *, cache_salt: str = "") -> None:
@@ -156,30 +172,10 @@ class Engine:
         # rule: keys-are-computed-with-the-requests-salt
         return self.parts.scheduler.keys_of(tokens, salt=cache_salt), version
 
-    def _sample(self, index: int, checked: CheckedRequest, grammar: TokenGrammar | None, name: str) -> Request:
-        """One sample of a request."""
-        parts, params = self.parts, checked.params
-        return Request(
-            id=next(self._ids),
-            prompt=checked.prompt,
-            keys=list(checked.keys),
-            keys_version=checked.keys_version,
-            grammar=None if grammar is None else grammar.copy(),
-            name=name,
-            cache_salt=checked.cache_salt,
-            cache=params.cache,
-            sampling=params.spec(seed=checked.seed + index, eos_ids=parts.eos_ids, defaults=parts.defaults),
-            max_outputs=checked.max_outputs,
-            stop_ids=frozenset(
-                params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *parts.eos_ids)
-            ),
-            min_tokens=params.min_tokens,
-            priority=checked.priority,
-            max_drafts=parts.max_drafts if params.max_drafts is None else min(params.max_drafts, parts.max_drafts),
-        )
-
     def _ended(self, stream: OutputStream, now_s: float) -> None:
         self.history.ended(stream, now_s)
+        if slot := stream.request.sampling.adapter:
+            self.adapters.ended(slot)
         if stream.request.cache is not None:
             self.prefixes.ended(stream, now_s)
 
@@ -338,3 +334,27 @@ class Engine:
         """Let the engine work while the caller waits: run one step if the engine has no thread, else sleep."""
         if self._thread is not None or not self.step():
             self.parts.device.sleep(seconds)
+
+
+def _sample(
+    parts: Parts, number: int, index: int, checked: CheckedRequest, grammar: TokenGrammar | None, name: str
+) -> Request:
+    """One sample of a request."""
+    params = checked.params
+    sampling = params.spec(seed=checked.seed + index, eos_ids=parts.eos_ids, defaults=parts.defaults)
+    return Request(
+        id=number,
+        prompt=checked.prompt,
+        keys=list(checked.keys),
+        keys_version=checked.keys_version,
+        grammar=None if grammar is None else grammar.copy(),
+        name=name,
+        cache_salt=checked.cache_salt,
+        cache=params.cache,
+        sampling=replace(sampling, adapter=checked.adapter) if checked.adapter else sampling,
+        max_outputs=checked.max_outputs,
+        stop_ids=frozenset(params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *parts.eos_ids)),
+        min_tokens=params.min_tokens,
+        priority=checked.priority,
+        max_drafts=parts.max_drafts if params.max_drafts is None else min(params.max_drafts, parts.max_drafts),
+    )

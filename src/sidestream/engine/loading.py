@@ -22,7 +22,15 @@ import torch
 from sidestream.config import NEUTRAL, EngineConfig, SamplingDefaults
 from sidestream.engine import Engine, build_engine
 from sidestream.engine.kv_sockets import check_endpoints
-from sidestream.errors import ConfigError, DeviceLost, ModelError, ProcessFailed, RaceError, RequestRejected
+from sidestream.errors import (
+    ConfigError,
+    DeviceLost,
+    ModelError,
+    ProcessFailed,
+    RaceError,
+    RequestRejected,
+    SidestreamError,
+)
 from sidestream.grammar import GrammarCompiler
 from sidestream.models import PagedModel, load_model
 from sidestream.models.catalog import Progress, resolve, shipped_head
@@ -157,6 +165,8 @@ class LoadedEngine:
             group=group,
         )
         _warn_of_missing_rows(self.tokenizer, loaded.vocab_size)
+        if config.num_loras:
+            loaded.add_adapters(slots=config.num_loras, rank=config.max_lora_rank)
         proposer = self._proposer(loaded, draft_path, on_stage)
         on_stage("building the engine", 0, 0)
         engine = build_engine(
@@ -180,7 +190,18 @@ class LoadedEngine:
                 self._processes.transport.ranks.lose(DeviceLost(f"a rank did not start: {error}"))
                 engine.close()
                 raise
+        self._load_adapters(engine, on_stage)
         return engine
+
+    def _load_adapters(self, engine: Engine, on_stage: OnStage) -> None:
+        """Load the adapters of the config. If one cannot be loaded, closes the engine and raises ModelError."""
+        for number, (name, _, path) in enumerate(one.partition("=") for one in self.config.lora_modules):
+            on_stage(f"loading adapter {name}", number, len(self.config.lora_modules))
+            try:
+                engine.adapters.load(name, path, timeout_s=CLOSE_S)
+            except SidestreamError as error:
+                engine.close()
+                raise ModelError(f"adapter {name}: {error}") from error
 
     def _read_weights(
         self, model: Callable[[], PagedModel | None], device: torch.device, path: str
@@ -192,6 +213,8 @@ class LoadedEngine:
             raise ConfigError("the engine was closed")
         if self.config.speculative is not None and self.config.speculative.proposer == "mtp":
             raise ConfigError("a head for multi-token prediction belongs to its weights: start a new engine")
+        if served.adapters is not None:
+            raise ConfigError("adapters belong to the weights that the engine has: start a new one")
         other = load_model(
             resolve(path),
             dtype=self.config.dtype,

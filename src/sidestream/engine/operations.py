@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+from sidestream.engine.adapters import LoadedAdapters
 from sidestream.engine.inbox import ServingState
 from sidestream.engine.parts import Parts
 from sidestream.errors import CallTimeout, ConfigError, EngineStopped, InvariantError, ModelError, RequestRejected
@@ -34,6 +35,7 @@ class Call(Protocol):
 class Operations:
     """The operations of one engine.
 
+    adapters      the loaded adapters
     cancel        `OutputStreams.cancel`
     replace       `Engine.update_weights`
     on_reset      called when the cache on the device was reset
@@ -46,6 +48,7 @@ class Operations:
         self,
         parts: Parts,
         *,
+        adapters: LoadedAdapters,
         serving: ServingState,
         cancel: Callable[[str], int],
         replace: Callable[..., threading.Event],
@@ -55,6 +58,7 @@ class Operations:
         is_alive: Callable[[], bool],
     ) -> None:
         self._parts = parts
+        self._adapters = adapters
         self._serving = serving
         self._cancel = cancel
         self._replace = replace
@@ -66,8 +70,8 @@ class Operations:
 
     def run(self, operation: str, *, timeout_s: float, name: str | None = None) -> dict[str, int]:
         """Carry out an operation. Returns what is left (`flush`), the blocks that were dropped (`reset_prefix_cache` of
-        the tier `name`), or the number of ended samples (`cancel` of the request `name`). Raises as the operation's
-        method does.
+        the tier `name`), the number of ended samples (`cancel` of the request `name`), or the slots of the loaded
+        `adapters`. `load_adapter` has `NAME=PATH` as its name. Raises as the operation's method does.
         """
         match operation:
             case "flush":
@@ -80,6 +84,13 @@ class Operations:
                 self.resume(timeout_s=timeout_s)
             case "update_weights":
                 self.update_weights(name or "", timeout_s=timeout_s)
+            case "load_adapter":
+                adapter, _, path = (name or "").partition("=")
+                self._adapters.load(adapter, path, timeout_s=timeout_s)
+            case "unload_adapter":
+                self._adapters.unload(name or "")
+            case "adapters":
+                return self._adapters.names
             case "cancel":
                 return {"cancelled": self.cancel(name or "", timeout_s=timeout_s)}
             case _:

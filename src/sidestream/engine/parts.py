@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from sidestream.config import SamplingDefaults
 from sidestream.engine.inbox import Inbox
@@ -23,6 +24,9 @@ from sidestream_kv.offload.connector import OffloadConnector
 from sidestream_kv.offload.loads import CostModel
 from sidestream_kv.offload.tiers.stack import TierStack
 
+if TYPE_CHECKING:  # importing transformers takes seconds
+    from sidestream.models.lora import Adapters
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -40,6 +44,7 @@ class Parts:
     kv_events     publishes which blocks can be reused; None: no events
     self_check    share of steps that run twice
     grammars     compiles the forms of answers; None: the engine has no tokenizer, and refuses structured outputs
+    adapters     matrices of the model's LoRA adapters; None: it has none
     read_weights  reads a checkpoint, and returns work for the compute stream that takes its weights, and its
                   fingerprint. None: the engine was built without a checkpoint
     watchdog_timeout_s  seconds after which a turn of the engine thread counts as hanging
@@ -69,5 +74,6 @@ class Parts:
     kv_events: KVEvents | None = None
     self_check: float = 0.0
     grammars: Grammars | None = None
+    adapters: Adapters | None = None
     read_weights: Callable[[str], tuple[Callable[[], None], str]] | None = None
     watchdog_timeout_s: float = math.inf

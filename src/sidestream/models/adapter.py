@@ -19,6 +19,7 @@ from sidestream.attention.states import StateBatch
 from sidestream.errors import InvariantError, ModelError
 from sidestream.models.config_checks import attends, counted_token
 from sidestream.models.latent import keep_latents, latent_heads
+from sidestream.models.lora import Adapters
 from sidestream.models.recurrent import StatefulLayers, number_attention_layers
 from sidestream.models.traced import TRACED, TracedLayers
 from sidestream_kv.device.kinds import on_host
@@ -69,6 +70,8 @@ class PagedModel:
                     of the rank and the number of ranks
     weights_fingerprint  the hash of the whole model, equal on all ranks
     module          the transformers module; call it through `forward`
+    pads            whether a forward computes padding tokens
+    adapters        its LoRA adapters; None: it can have none
     """
 
     def __init__(
@@ -116,7 +119,8 @@ class PagedModel:
         if self.config.model_type in TRACED:
             self.traced = TracedLayers(module, num_kv_heads=layout.num_kv_heads)
         self.module = module
-        self._pads = on_host(module.device)
+        self.pads = on_host(module.device)
+        self.adapters: Adapters | None = None
         self._on_hidden: Callable[[torch.Tensor], None] | None = None
 
     @property
@@ -125,6 +129,13 @@ class PagedModel:
         CUDA graph.
         """
         return self.stateful is not None and self.stateful.needs_chunk_lengths
+
+    def add_adapters(self, *, slots: int, rank: int) -> None:
+        """Make room for LoRA adapters. Raises ModelError for a model that cannot have them."""
+        if self.stateful is not None:
+            raise ModelError(f"{self.config.model_type} keeps recurrent state, with which adapters are not supported")
+        dtype = getattr(torch, self.layout.dtype)
+        self.adapters = Adapters(self.module, slots=slots, rank=rank, dtype=dtype, pads=self.pads)
 
     def expose_hidden_states(self) -> None:
         """Enable `forward_with_hidden`. Call once, before a CUDA graph captures the first forward."""
@@ -177,9 +188,11 @@ class PagedModel:
 
         Runs on the calling thread; on a GPU, kernels are enqueued on the current stream. One call at a time.
         """
-        if self._pads:
+        if self.pads:
             missing = padded_length(len(tokens)) - len(tokens)
             tokens, positions = pad(tokens, (0, missing)), pad(positions, (0, missing))
+        if self.adapters is not None:
+            self.adapters.begin_pass(len(tokens))
 
         def run() -> torch.Tensor:
             logits = self.call_module(

@@ -36,11 +36,12 @@ def join_projections(parent: nn.Module, names: Sequence[str]) -> None:
     """Replace `parent`'s projections with these names by parts of one joined weight, if all of them exist as plain
     layers of the same kind. Their weights move to new memory.
     """
-    parts = [getattr(parent, name, None) for name in names]
+    holders = [_holder(parent, name) for name in names]
+    parts = [getattr(holder, name, None) for holder, name in holders]
     eight_bits = [part for part in parts if isinstance(part, Fp8Linear)]
     if len(eight_bits) == len(parts) and (shared := joined_fp8(eight_bits)) is not None:
-        for name, shared_part in zip(names, shared, strict=True):
-            setattr(parent, name, shared_part)
+        for (holder, name), shared_part in zip(holders, shared, strict=True):
+            setattr(holder, name, shared_part)
         return
     if not all(type(part) is nn.Linear for part in parts):
         return
@@ -51,10 +52,16 @@ def join_projections(parent: nn.Module, names: Sequence[str]) -> None:
     biases = [part.bias for part in parts if part is not None and part.bias is not None]
     bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
     first = 0
-    for name, part in zip(names, parts, strict=True):
+    for (holder, name), part in zip(holders, parts, strict=True):
         assert part is not None
-        setattr(parent, name, JoinedPart(weight, bias, first, first + part.out_features))
+        setattr(holder, name, JoinedPart(weight, bias, first, first + part.out_features))
         first += part.out_features
+
+
+def _holder(parent: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Module and name under which a projection lies: inside of its adapters, if it has any (`models/lora.py`)."""
+    child: Any = getattr(parent, name, None)
+    return (child, "base") if hasattr(child, "base") else (parent, name)
 
 
 def joined_product(states: torch.Tensor, parts: Sequence[Any]) -> torch.Tensor:

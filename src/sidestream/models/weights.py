@@ -208,12 +208,13 @@ def _listed(value: object) -> object:
     return sorted(value, key=repr) if isinstance(value, (set, frozenset)) else str(value)
 
 
-class _PackedLinear(nn.Module):
+class PackedLinear(nn.Module):
     """A Linear with its weight in the packed order of oneDNN's matrix product."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.bias = linear.bias
+        self.in_features, self.out_features = linear.in_features, linear.out_features
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _PACKED_ROWS)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
@@ -223,7 +224,7 @@ class _PackedLinear(nn.Module):
 
 
 # Names of Linears whose weight is read by their parents: latent attention, and LongCat's router.
-_READ_BY_OTHERS = (READ_BY_ATTENTION, "classifier")
+READ_BY_OTHERS = (READ_BY_ATTENTION, "classifier")
 # Number of rows for which the packed order is optimised; other numbers also work.
 _PACKED_ROWS = 8
 
@@ -242,8 +243,8 @@ def pack_linears(module: nn.Module) -> None:
             for name, child in list(parent.named_children()):
                 if (
                     type(child) is nn.Linear
-                    and name not in _READ_BY_OTHERS
+                    and name not in READ_BY_OTHERS
                     and child.weight.dtype == torch.bfloat16
                     and on_host(child.weight.device)
                 ):
-                    setattr(parent, name, _PackedLinear(child))
+                    setattr(parent, name, PackedLinear(child))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from sidestream_kv.device.base import Stream
 from sidestream_kv.device.group import Group
 from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.kv.state_layout import StateLayout
+
+if TYPE_CHECKING:  # importing transformers takes seconds
+    from sidestream.models.lora import Adapters
 
 
 class HiddenStates:
@@ -89,6 +92,11 @@ class ForwardModel(Protocol):
     @property
     def state_layout(self) -> StateLayout | None:
         """The layout of its recurrent states; None: it has none."""
+        ...
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """Its LoRA adapters; None: it can have none."""
         ...
 
     def forward(
@@ -258,6 +266,8 @@ class Forward:
                 decode_queries=1 + sizes.draft_len,
                 chunks=[*itertools.pairwise(itertools.accumulate(inputs.chunk_lens, initial=begin))],
             )
+        if (adapters := self._model.adapters) is not None:
+            adapters.choose(state.adapters[inputs.token_slots])
         output = self.run(
             resolved.tokens,
             resolved.positions,

@@ -204,6 +204,7 @@ class DecodeState:
     rules          the sampling options of each slot
     lengths        int64 `[num_slots + 1]`: number of tokens of each slot that have KV. It is also the position of the
                    slot's last token, which has no KV yet
+    adapters       int64 `[num_slots + 1]`: slot of the LoRA adapter of each request slot; 0: none
     history        int32 `[num_slots + 1, max_len + 1]`, all tokens of each slot; empty without `max_len`. The last
                    column takes writes that are not used
     hidden         `[num_slots + 1, hidden_size]`: the model's hidden state at the last position that has KV
@@ -243,6 +244,7 @@ class DecodeState:
         self.block_tables = self._zeros((num_slots + 1, table_width), np.int32)
         self.rules = SamplingTensors.greedy(num_slots + 1, self._device)
         self.lengths = self._zeros((num_slots + 1,), np.int64)
+        self.adapters = self._zeros((num_slots + 1,), np.int64)
         self.history = self._zeros((num_slots + 1, max_len + 1 if max_len else 0), np.int32)
         zeros = self._zeros(((num_slots + 1) * max(1, hidden_size) * dtype.itemsize,), np.uint8)
         self.hidden = zeros.view(dtype).view(num_slots + 1, -1)[:, :hidden_size].contiguous()
@@ -276,12 +278,14 @@ class DecodeState:
             slot * self.history.shape[1] - before
             for (slot, _), before in zip(begins, accumulate(counts, initial=0), strict=False)
         ]
-        numbers = torch.tensor([[slot for slot, _ in begins], lasts, shifts, counts])
+        adapters = [start.sampling.adapter for _, start in begins]
+        numbers = torch.tensor([[slot for slot, _ in begins], lasts, shifts, counts, adapters])
         rules = torch.tensor([sampling_row(start.sampling, prompt_len=len(start.prompt)) for _, start in begins]).view(
             -1, len(COLUMNS)
         )
-        (slots, last, shift, count), rules = self._uploads.together([numbers, rules])
+        (slots, last, shift, count, adapter), rules = self._uploads.together([numbers, rules])
         self.last_tokens[slots] = last  # rule: slot-begins-with-its-last-token
+        self.adapters[slots] = adapter  # rule: row-computes-with-its-own-adapter
         self.rules.numbers[slots] = rules  # rule: row-samples-with-its-own-options
         if self.keeps_history and (total := sum(counts)):
             known = np.fromiter(

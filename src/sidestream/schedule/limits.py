@@ -138,6 +138,7 @@ class CheckedRequest:
     keys         keys of the prompt's complete blocks, computed when the scheduler had this `keys_version`
     seed         seed of the first sample; each further sample adds 1
     max_outputs  tokens that each sample may emit
+    adapter      slot of its LoRA adapter; 0: none
     """
 
     prompt: tuple[int, ...]
@@ -148,6 +149,7 @@ class CheckedRequest:
     max_outputs: int
     priority: int
     cache_salt: str
+    adapter: int = 0
 
 
 class RequestChecker:

@@ -81,6 +81,7 @@ def served_constants(backend: Backend, options: ServerOptions) -> Served:
         reasoning_format=None if reasoning == "none" else reasoning,
         always_reasoning=options.reasoning_parser is not None or (row is not None and row.messages),
         block_tokens=backend.block_tokens,
+        has_adapters=backend.adapters.room > 0,
     )
 
 
@@ -135,7 +136,7 @@ def create_app(
             Route("/v1/messages", completions("messages"), methods=["POST"]),
             Route("/v1/responses", completions("responses"), methods=["POST"]),
             *_stored_responses(store),
-            *_model_routes(model),
+            *_model_routes(model, backend),
             *_converting_routes(bodies, text, stopping),
             *_state_routes(backend, options, served),
             *_page(backend, options, served, draining),
@@ -176,18 +177,22 @@ def _converting_routes(bodies: BodyReader, text: TextWork, stopping: CallbackEve
     return [Route(path, converting(kind), methods=["POST"]) for path, kind in kinds.items()]
 
 
-def _model_routes(model: Json) -> list[Route]:
-    """Routes of the one model."""
+def _model_routes(model: Json, backend: Backend) -> list[Route]:
+    """Routes of the one model and its adapters."""
+
+    async def served() -> list[Json]:
+        names = await backend.adapters.names() if backend.adapters.room else []
+        return [model, *({**model, "id": name, "parent": model["id"]} for name in names)]
 
     async def models(request: Request) -> Response:
-        return JsonResponse({"object": "list", "data": [model]})
+        return JsonResponse({"object": "list", "data": await served()})
 
     async def one_model(request: Request) -> Response:
-        if request.path_params["name"] != model["id"]:
-            raise ApiError(
-                404, f"no such model: this server serves {model['id']!r}", param="model", code="model_not_found"
-            )
-        return JsonResponse(model)
+        for one in await served():
+            if one["id"] == request.path_params["name"]:
+                return JsonResponse(one)
+        message = f"no such model: this server serves {model['id']!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")
 
     return [Route("/v1/models", models), Route("/v1/models/{name:path}", one_model)]
 

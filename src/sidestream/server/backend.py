@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Collection, Sequence
 from typing import Protocol
 
+from sidestream.client.base import AdapterCalls
 from sidestream.config import SamplingParams
 from sidestream.text import TokenizerLike
 from sidestream.types import CachedPrefix, CacheExplanation, Delta, Flushed, Health
@@ -123,6 +124,11 @@ class Backend(Protocol):
 
     async def update_weights(self, path: str, *, timeout_s: float) -> None:
         """Replace the weights; see `FrontEnd.update_weights`."""
+        ...
+
+    @property
+    def adapters(self) -> AdapterCalls:
+        """The LoRA adapters of the engine."""
         ...
 
     async def pause(self) -> None:

@@ -51,6 +51,7 @@ class Served:
     tool_format, reasoning_format   formats of the model's answers; None: unknown, or switched off
     always_reasoning   reasoning is split from every chat answer, not only if the request has tools or reasoning options
     block_tokens   tokens of a block of the KV cache
+    has_adapters   the engine may have LoRA adapters, which are named as models
     """
 
     model_name: str
@@ -60,6 +61,7 @@ class Served:
     reasoning_format: str | None = None
     always_reasoning: bool = False
     block_tokens: int = 1
+    has_adapters: bool = False
 
     def check_length(self, items: Sequence[Any], param: str, unit: str) -> None:
         """Raise ContextTooLong for more items than the model takes tokens."""
@@ -68,11 +70,16 @@ class Served:
                 f"{param} has {len(items)} {unit}, the model takes {self.max_model_len} tokens: shorten it", param=param
             )
 
-    def check_model(self, name: str | None) -> None:
-        """Raise ApiError with status 404 for a name other than the served model's."""
-        if name is not None and name != self.model_name:
+    def adapter_of(self, name: str | None) -> str:
+        """The LoRA adapter that a request means by its model's name; empty: the served model itself. Raises ApiError
+        with status 404 if this server serves no such model. The engine knows which adapters are loaded.
+        """
+        if name is None or name == self.model_name:
+            return ""
+        if not self.has_adapters:
             message = f"the model {name[:100]!r} does not exist: this server serves {self.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
+        return name
 
 
 class BodyReader:

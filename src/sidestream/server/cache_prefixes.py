@@ -87,7 +87,8 @@ def _parse(kind: str, body: bytes | bytearray, *, tokenizer: TokenizerLike, serv
     asked: Any = checked(forms[chosen[0]][0], fields, forms[chosen[0]][1])
     if isinstance(asked, _Named):
         return _Asked((), name=asked.name)
-    served.check_model(asked.model)
+    if served.adapter_of(asked.model):
+        raise bad_request(f"model is {asked.model!r}: name the KV of the model itself, not of an adapter", "model")
     token_ids: Sequence[int]
     if chosen == ["prompt"]:
         token_ids = tokenizer.encode(asked.prompt, most_tokens=served.max_model_len)

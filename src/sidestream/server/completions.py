@@ -180,8 +180,8 @@ class Completions:
         if isinstance(call, ResponsesCall):
             return ResponsesReply(call, record, generate, self._store)
         if self._api == "messages":
-            return MessagesReply(call, record, generate, self._model_name)
-        return _Reply(call, record, self._backend.tokenizer, generate, self._model_name)
+            return MessagesReply(call, record, generate, call.params.adapter or self._model_name)
+        return _Reply(call, record, self._backend.tokenizer, generate, call.params.adapter or self._model_name)
 
     async def _parse(self, body: bytearray, owner: str) -> Call:
         """The call. Short texts are parsed on the event loop, because handing them over would hold the interpreter lock

@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 
-from sidestream.errors import CallTimeout, ContextTooLong, EngineStopped, QueueFull, RequestError
+from sidestream.errors import CallTimeout, ContextTooLong, EngineStopped, ModelNotFound, QueueFull, RequestError
 
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -91,6 +91,8 @@ def as_api_error(failure: Exception, *, request_id: str, retry_after_s: int) -> 
         case QueueFull():
             wait = {"Retry-After": str(retry_after_s)}
             return ApiError(429, str(failure), kind="rate_limit_error", code="rate_limit_exceeded", headers=wait)
+        case ModelNotFound():
+            return ApiError(404, str(failure), param=failure.param, code="model_not_found")
         case ContextTooLong():
             return ApiError(400, str(failure), param=failure.param, code="context_length_exceeded")
         case RequestError():

@@ -317,7 +317,7 @@ def chat_call(
             "tools",
         )
     params = _sampling(
-        asked, limit, asked.top_logprobs if asked.logprobs else None, renamed or {"max_tokens": limit_name}
+        asked, served, limit, asked.top_logprobs if asked.logprobs else None, renamed or {"max_tokens": limit_name}
     )
     content = _form(asked)
     bound = _bound_of_prompts(asked, served)
@@ -403,7 +403,7 @@ def parse_text(body: bytes | bytearray, *, tokenizer: TokenizerLike, served: Ser
     asked = _validate(_TEXT, "text", parse_object(body), served)
     max_tokens = _COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
     only_echo = asked.echo and max_tokens == 0
-    params = _sampling(asked, 1 if only_echo else max_tokens, asked.logprobs, {})
+    params = _sampling(asked, served, 1 if only_echo else max_tokens, asked.logprobs, {})
     params = dataclasses.replace(params, structured_outputs=_form(asked))
     prompts = _prompts(asked.prompt, tokenizer, _bound_of_prompts(asked, served))
     call = _with_beams(_call("text", asked, params, prompts, "prompt", served), asked)
@@ -425,14 +425,14 @@ def parse_tokenize(body: bytes | bytearray, *, tokenizer: TokenizerLike, served:
         raise bad_request(f"{given}: send one of them", "prompt")
     if chosen == ["prompt"]:
         text = checked(_TokenizeText, fields, {"messages": ()})
-        served.check_model(text.model)
+        served.adapter_of(text.model)
         ids = tokenizer.encode(
             text.prompt, add_special_tokens=text.add_special_tokens, most_tokens=served.max_model_len
         )
         return Tokenized(ids, text.return_token_strs)
     idle = {**_TOKENIZE_CHAT_IDLE, "prompt": ()}
     chat = checked(_TokenizeChat, fields, idle)
-    served.check_model(chat.model)
+    served.adapter_of(chat.model)
     ids = lay_out(tokenizer, checked_messages(chat.messages, served), layout_options(chat, tokenizer), served)
     return Tokenized(ids, chat.return_token_strs)
 
@@ -440,7 +440,7 @@ def parse_tokenize(body: bytes | bytearray, *, tokenizer: TokenizerLike, served:
 def parse_detokenize(body: bytes | bytearray, *, tokenizer: TokenizerLike, served: Served) -> list[int]:
     """The token ids of a request to `/detokenize`. Raises ApiError, naming the field at fault."""
     asked = checked(_Detokenize, parse_object(body), {})
-    served.check_model(asked.model)
+    served.adapter_of(asked.model)
     return checked_ids(asked.tokens, tokenizer, served)
 
 
@@ -527,13 +527,14 @@ def _validate(kind: type[_ApiFields], api: Api, body: dict[str, Any], served: Se
         if type(fields.get(name)) is int and fields[name] == -1:  # llama.cpp's value for as many as fit
             fields[name] = served.max_model_len
     asked = model_of(kind, fields)
-    served.check_model(asked.model)
+    served.adapter_of(asked.model)
     return asked
 
 
 def _sampling(
-    asked: _Fields, max_tokens: int | None, logprobs: int | None, renamed: Mapping[str, str]
+    asked: _Fields, served: Served, max_tokens: int | None, logprobs: int | None, renamed: Mapping[str, str]
 ) -> SamplingParams:
+    adapter = served.adapter_of(asked.model)
     try:
         return SamplingParams(
             **{name: getattr(asked, name) for name in SAMPLING_OPTIONS},
@@ -555,6 +556,7 @@ def _sampling(
             cache=cache_options(asked) if asked.model_fields_set & CacheFields.model_fields.keys() else None,
             allowed_token_ids=tuple(asked.allowed_token_ids),
             bad_words=tuple(asked.bad_words),
+            adapter=adapter,
         )
     except RequestRejected as failure:  # the error names the parameter, but the client knows the request field
         param = failure.param or ""

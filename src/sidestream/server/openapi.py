@@ -69,7 +69,7 @@ _QUERY: dict[str, Json] = {
 _QUERY_OF = {
     "/v1/cache/prefixes": ("limit",),
     "/reset_prefix_cache": ("tier", "timeout_s"),
-    **dict.fromkeys(("/flush", "/update_weights_from_disk"), ("timeout_s",)),
+    **dict.fromkeys(("/flush", "/update_weights_from_disk", "/v1/load_lora_adapter"), ("timeout_s",)),
 }
 _CSP = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 

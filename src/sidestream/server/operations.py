@@ -1,5 +1,5 @@
 """The endpoints for operators: reset and flush the KV cache, pause the admission of requests, cancel a request, replace
-the weights.
+the weights, load and unload LoRA adapters.
 
 Every one needs the admin key; see `ServerOptions.admin_key`. Used on the event loop only.
 """
@@ -32,7 +32,28 @@ class _Weights(BaseModel):
     model_path: Annotated[str, Field(min_length=1, max_length=4096)]
 
 
-BODIES: Mapping[str, tuple[Body, ...]] = {"/update_weights_from_disk": ((_Weights, {}),)}
+class _LoadedAdapter(BaseModel):
+    """vLLM's spelling."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class _UnloadedAdapter(BaseModel):
+    """vLLM's spelling."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+
+
+BODIES: Mapping[str, tuple[Body, ...]] = {
+    "/update_weights_from_disk": ((_Weights, {}),),
+    "/v1/load_lora_adapter": ((_LoadedAdapter, {}),),
+    "/v1/unload_lora_adapter": ((_UnloadedAdapter, {}),),
+}
 """As `fields.BODIES`."""
 
 
@@ -75,7 +96,23 @@ def operation_routes(backend: Backend, bodies: BodyReader) -> list[Route]:
         await backend.update_weights(asked.model_path, timeout_s=_timeout_s(request))
         return JsonResponse({"success": True, "message": f"serving the weights of {asked.model_path}"})
 
+    async def load_adapter(request: Request) -> Response:
+        check_query(request, ("timeout_s",))
+        async with bodies.read(request) as body:
+            asked: Any = checked(_LoadedAdapter, parse_object(body), {})
+        await backend.adapters.load(asked.lora_name, asked.lora_path, timeout_s=_timeout_s(request))
+        return JsonResponse({"lora_name": asked.lora_name, "loaded": True})
+
+    async def unload_adapter(request: Request) -> Response:
+        check_query(request, ())
+        async with bodies.read(request) as body:
+            asked: Any = checked(_UnloadedAdapter, parse_object(body), {})
+        await backend.adapters.unload(asked.lora_name)
+        return JsonResponse({"lora_name": asked.lora_name, "loaded": False})
+
     return [
+        operation("/v1/load_lora_adapter", load_adapter),
+        operation("/v1/unload_lora_adapter", unload_adapter),
         operation("/update_weights_from_disk", update_weights),
         operation("/reset_prefix_cache", reset_prefix_cache),
         operation("/flush", flush),

@@ -1,0 +1,49 @@
+"""Rules of LoRA adapters. The torture test's models have none, so unit tests detect the removal of these rules."""
+
+from __future__ import annotations
+
+from proof.mutations.operators import Delete, Never, Operator
+from proof.mutations.tables import Equivalent, Exempt, Mutation
+
+MUTATIONS = ()
+
+_SLOTS = "engine/test_loaded_adapters.py"
+_DELETE = Delete()
+
+
+def _noticed(name: str, consequence: str, by: str, change: Operator = _DELETE, file: str = _SLOTS) -> Equivalent:
+    mutation = Mutation(name=name, hazard="H16", change=change, consequence=consequence)
+    return Equivalent(mutation, "no schedule has adapters", noticed_by=f"{file}::test_{by}", unreached=True)
+
+
+EQUIVALENT = (
+    _noticed(
+        "row-computes-with-its-own-adapter",
+        "a request is answered with the adapter of the slot's last request",
+        "rows_of_one_batch_give_the_tokens_of_merged_weights",
+        file="models/test_adapters.py",
+    ),
+    _noticed(
+        "adapter-stays-while-requests-use-it",
+        "a request goes on with another adapter than it began with",
+        "a_slot_is_free_when_all_samples_that_use_it_have_ended",
+    ),
+    _noticed(
+        "keys-depend-on-the-adapter",
+        "a request reuses KV that another adapter has computed",
+        "keys_depend_on_the_adapter_and_on_the_requests_salt",
+    ),
+    _noticed(
+        "adapter-is-served-once-it-is-there",
+        "a request reads matrices that are not there yet",
+        "an_adapter_is_served_once_its_matrices_are_on_the_device",
+        Never(),
+    ),
+)
+
+EXEMPT = (
+    Exempt("LoadedAdapters.admit", ("replace",), "a copy of a request"),
+    Exempt("_sample", ("replace",), "a copy of parameters"),
+    Exempt("LoadedAdapters._put", ("failure",), "see adapter-is-served-once-it-is-there"),
+    Exempt("Engine.enqueue", ("ended",), "a slot of a request that was refused; its adapter would stay in it"),
+)
