@@ -255,6 +255,28 @@ class TokenLogprob:
     rank: int = 0
 
 
+class Forced(NamedTuple):
+    """The only continuation that a grammar leaves an answer, as the grammar cuts it into tokens. The model may cut the
+    same text into other tokens, so these are drafts.
+
+    start   number of tokens of the request before it
+    """
+
+    start: int = 0
+    tokens: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """Number of tokens of the request with all of them."""
+        return self.start + len(self.tokens)
+
+    def after(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """The rest of it behind all tokens of the request; empty if they are not its beginning."""
+        drawn = len(tokens) - self.start
+        # rule: forced-tokens-are-known-to-the-host
+        return self.tokens[drawn:] if drawn >= 0 and self.tokens[:drawn] == tuple(tokens[self.start :]) else ()
+
+
 class RowResult(msgspec.Struct, frozen=True, gc=False):
     """Sampled tokens of one row of a step. A struct, because making one takes 0.4 of the time of a dataclass.
 

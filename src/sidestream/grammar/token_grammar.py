@@ -37,6 +37,12 @@ class TokenGrammar(Protocol):
         """
         ...
 
+    def forced(self) -> tuple[int, ...]:
+        """The tokens that must come next if there is only one continuation, cut as a tokenizer would. A model may cut
+        the same text into other tokens. The position does not change.
+        """
+        ...
+
     def advance(self, token_ids: Sequence[int]) -> bool:
         """Follow tokens of the answer. Returns whether the answer is complete, so that nothing can come after it."""
         ...
@@ -73,6 +79,9 @@ class GuidedAnswer:
         self._look()  # before the rollback, which an error makes impossible
         if followed and self.failure is None:
             self._matcher.rollback(followed)
+
+    def forced(self) -> tuple[int, ...]:
+        return () if self.failure is not None else tuple(self._matcher.compute_ff_tokens())
 
     def advance(self, token_ids: Sequence[int]) -> bool:
         if self.failure is None and not self._matcher.consume_tokens([*token_ids]):
