@@ -273,8 +273,9 @@ class Forced(NamedTuple):
     def after(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """The rest of it behind all tokens of the request; empty if they are not its beginning."""
         drawn = len(tokens) - self.start
-        # rule: forced-tokens-are-known-to-the-host
-        return self.tokens[drawn:] if drawn >= 0 and self.tokens[:drawn] == tuple(tokens[self.start :]) else ()
+        if drawn < 0 or self.tokens[:drawn] != tuple(tokens[self.start :]):  # rule: forced-drafts-are-known-to-the-host
+            return ()
+        return self.tokens[drawn:]
 
 
 class RowResult(msgspec.Struct, frozen=True, gc=False):

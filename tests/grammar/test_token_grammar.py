@@ -11,9 +11,10 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
 
-from sidestream.config import StructuredOutputs
+from sidestream.config import ReasoningMarks, StructuredOutputs
 from sidestream.errors import RequestRejected
 from sidestream.grammar import GrammarCompiler, TokenGrammar, check
+from sidestream.grammar.token_rules import BudgetedAnswer, RuledAnswer
 
 EOS = 0
 VOCABULARY = {"<eos>": EOS, **{chr(number): number - 32 for number in range(33, 127)}}
@@ -155,3 +156,21 @@ def test_structured_outputs_have_exactly_one_form(fields: dict[str, Any], says: 
 def test_a_grammar_that_exceeds_a_limit_at_its_first_token_is_refused(grammars: GrammarCompiler) -> None:
     with pytest.raises(RequestRejected, match="too many expressions constructed"):
         grammars.compile(StructuredOutputs(regex="((((a{99}){99}){99}){99})"))
+
+
+def test_the_only_continuation_is_forced_and_leaves_the_position_as_it_was(grammars: GrammarCompiler) -> None:
+    grammar = grammars.compile(StructuredOutputs(regex="abc[de]fg|xyz"))
+    assert grammar.forced() == ()
+    grammar.advance(ids("a"))
+    assert grammar.forced() == tuple(ids("bc"))
+    assert allowed(grammar, "bcd") == ["b", "c", "de", "f"]
+    assert grammar.forced() == tuple(ids("bc"))
+    assert grammar.advance(ids("bcdfg")) is True
+    assert grammar.forced() == ()
+
+
+def test_rules_about_tokens_force_what_their_grammar_forces(grammars: GrammarCompiler) -> None:
+    inner = grammars.compile(StructuredOutputs(regex="abc"))
+    marks = ReasoningMarks((1,), (2,), inside=False)
+    assert RuledAnswer(inner, (), ((4, 5),)).forced() == BudgetedAnswer(inner, marks, 3).forced() == tuple(ids("abc"))
+    assert RuledAnswer(None, (3,), ()).forced() == BudgetedAnswer(None, marks, 3).forced() == ()

@@ -58,11 +58,12 @@ class TorchOps:
 
     def take_forced(self, drafts: Tensor, forced: Tensor, history: Tensor, slots: Tensor, lengths: Tensor) -> None:
         start, count, tokens = forced[slots, :1], forced[slots, 1:2], forced[slots, 2:]
-        drawn = lengths[:, None] - start  # forced tokens that the row should have already
+        # The number of forced tokens that the row has drawn.
+        drawn = lengths[:, None] - start  # rule: forced-drafts-begin-behind-the-row
         number = torch.arange(tokens.shape[1], device=forced.device)
         places = (start + number).clamp(max=history.shape[1] - 1)
+        # rule: forced-drafts-follow-their-own-beginning
         equal = (number >= drawn) | (history[slots[:, None], places] == tokens)
-        # rule: forced-tokens-follow-their-position
         holds = (drawn >= 0) & equal.all(1, keepdim=True)
         wanted = drawn + number[: drafts.shape[1]]
         found = tokens.gather(1, wanted.clamp(min=0, max=tokens.shape[1] - 1))

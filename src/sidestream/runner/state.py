@@ -290,6 +290,8 @@ class DecodeState:
         (slots, last, shift, count), rules = self._uploads.together([numbers, rules])
         self.last_tokens[slots] = last  # rule: slot-begins-with-its-last-token
         self.rules.numbers[slots] = rules  # rule: row-samples-with-its-own-options
+        if self.most_forced:
+            self.forced.index_fill_(0, slots, 0)  # rule: slot-begins-without-forced-tokens
         if self.keeps_history and (total := sum(counts)):
             known = np.fromiter(
                 chain.from_iterable(chain(start.prompt, start.outputs) for _, start in begins), np.int32, total
@@ -297,7 +299,6 @@ class DecodeState:
             places = torch.arange(total, device=self._device) + torch.repeat_interleave(shift, count, output_size=total)
             # rule: slot-begins-with-its-own-history
             self.history.view(-1)[places] = self._uploads.together([torch.from_numpy(known)])[0]
-            self.forced.index_fill_(0, slots, 0)  # rule: slot-begins-without-forced-tokens
         for slot, start in begins:
             if start.sampling.penalised:
                 self._fill_tables(slot, start)  # not for other slots: their tables are never read

@@ -126,7 +126,6 @@ class Committer:
                     if drafts:
                         request.settle_drafts(drafts, len(result.token_ids))
                         if result.token_ids:  # else the logits were not finite, and no draft was verified
-                            # rule: forced-drafts-have-their-own-accept-rate
                             outcomes = sure if request.id in forced else drafted
                             outcomes.append((request.spec_record, drafts, len(result.token_ids) - 1))
             request.committed_len = committed_len
