@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -149,7 +149,7 @@ class _Schedule:
         commit = scheduler.commit
 
         def judged(
-            batch: BatchPlan, results: Sequence[RowResult], fence: Fence, forced: frozenset[RequestId] = frozenset()
+            batch: BatchPlan, results: Sequence[RowResult], fence: Fence, forced: Container[RequestId] = ()
         ) -> Committed:
             for text in wrong_accept_lengths(life.head, scheduler, batch, results):
                 self._verdict.find("accept lengths", text)

@@ -66,18 +66,23 @@ def test_a_preempted_answer_jumps_on_where_it_was() -> None:
     assert drafted and accepted >= drafted - 3 * 4  # a preemption drops results, but spoils no draft
 
 
-def test_wrong_forced_tokens_cost_steps_and_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the model cut the text into other tokens than the grammar."""
-    asked = prompts(2, 4)
-    with jumping(None) as rig:
-        plain = ask(rig, asked, **GREEDY)
-    forced = ToyGrammar.forced
-    monkeypatch.setattr(ToyGrammar, "forced", lambda self: tuple(token + 1 for token in forced(self)))
-    with jumping() as rig:
-        jumped = ask(rig, asked, **GREEDY)
+@pytest.mark.parametrize("own", [False, True])
+def test_wrong_forced_tokens_cost_steps_and_no_token(monkeypatch: pytest.MonkeyPatch, own: bool) -> None:
+    """As if the model cut the text into other tokens than the grammar. Then the proposer's own drafts, if there are
+    any, are accepted with their own masks.
+    """
+    asked, model = prompts(2, 6), ToyModel()
+    with jumping(None, model=model) as rig:
+        plain = ask(rig, asked, FREE, **GREEDY)
+    monkeypatch.setattr(ToyGrammar, "forced", lambda self: (5, 6, 7, 8, 9, 10, 11))
+    proposer = {"proposer": ToyProposer(ToyDraftHead(model, width=3))} if own else {}
+    with jumping(model=model, **proposer) as rig:
+        wrong = ask(rig, asked, FREE, **GREEDY)
         drafted, accepted = counts(rig)
-    assert [reply.token_ids() for reply in jumped] == [reply.token_ids() for reply in plain]
-    assert (drafted > 0, accepted) == (True, 0)
+        assert not own or counts(rig, "toy")[1] > 60
+        assert own or rig.engine.parts.scheduler._policy._forced < 0.3
+    assert [reply.token_ids() for reply in wrong] == [reply.token_ids() for reply in plain]
+    assert 0 <= accepted < 0.1 * drafted or own
 
 
 def test_answers_beside_forced_ones_have_the_drafts_of_the_proposer_alone() -> None:

@@ -272,7 +272,7 @@ class SpecStats:
         metrics, proposer, columns = self._metrics, self._proposer, step.batch.columns
         ids = itertools.compress(columns.request_id, columns.samples)
         rows = [
-            (GRAMMAR if request_id in step.forced else proposer, drafts, len(result.token_ids))
+            (GRAMMAR if step.forced.get(request_id) else proposer, drafts, len(result.token_ids))
             for request_id, drafts, result in zip(ids, step.drafts, delivered.rows, strict=True)
             if drafts
         ]

@@ -34,6 +34,7 @@ class _MaskedRow(NamedTuple):
     first    its first row of logits
     drafts   number of its drafts
     known    these drafts, if the host knows them: its grammar forced them; else empty
+    forced   whether the drafts were planned or made from what its grammar forced
     """
 
     number: int
@@ -43,6 +44,7 @@ class _MaskedRow(NamedTuple):
     grammar: TokenGrammar
     drafts: int
     known: tuple[int, ...]
+    forced: bool
 
 
 class StructuredSampler:
@@ -73,7 +75,7 @@ class StructuredSampler:
             own = row.known if row.known or not row.drafts else drafts[row.number][: row.drafts]
             row.grammar.fill(masks[first : first + 1 + row.drafts], own)
             first += 1 + row.drafts
-        forced = frozenset(row.request.id for row in masked if row.known)
+        forced = {row.request.id: bool(row.known) for row in masked if row.forced}
         return self._executor.sample(step, rows, found=self._look_ahead(masked), forced=forced)
 
     def follow(self, outputs: Sequence[RowOutput]) -> tuple[list[RowOutput], list[Complete]]:
@@ -113,11 +115,12 @@ class StructuredSampler:
         masks for nothing: their results are dropped.
         """
         at, columns = 0, step.batch.columns
-        rows = zip(columns.request_id, columns.slot, columns.drafts, strict=True)
-        for number, (request_id, slot, drafts) in enumerate(compress(rows, columns.samples)):
+        rows = zip(columns.request_id, columns.slot, columns.drafts, columns.stop, strict=True)
+        for number, (request_id, slot, drafts, stop) in enumerate(compress(rows, columns.samples)):
             request = self._scheduler.get(request_id)
             if request is not None and (grammar := request.grammar) is not None:
                 known = request.forced.after(request.tokens)[:drafts]
                 whole = known if len(known) == drafts else ()
-                yield _MaskedRow(number, at, slot, request, grammar, drafts, whole)
+                forced = drafts > 0 and (bool(whole) or request.forced.end > stop - drafts)
+                yield _MaskedRow(number, at, slot, request, grammar, drafts, whole, forced)
             at += 1 + drafts

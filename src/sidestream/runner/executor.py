@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from types import MappingProxyType
 from typing import NamedTuple
@@ -98,7 +98,7 @@ class LaunchedStep:
 
     unsampled      the step's rows need token masks, so only its forward pass was launched, and the fence covers no more
     masked         whether rows needed token masks
-    forced         requests whose grammars forced their drafts
+    forced         requests whose drafts were planned as forced by their grammars, or are: whether they are
     prompt         positions whose logits give log-probabilities of prompts
     gated          whether the step waits for loads
     top_logprobs   requested numbers of log-probabilities, see `Sampler.top_logprobs_of`
@@ -115,7 +115,7 @@ class LaunchedStep:
     mailbox: Mailbox
     unsampled: UnsampledPass | None = None
     masked: bool = False
-    forced: frozenset[RequestId] = frozenset()
+    forced: Mapping[RequestId, bool] = field(default_factory=dict)
     prompt: PromptLogits | None = None
     on_all_ranks: Fence | None = None
 
@@ -526,7 +526,7 @@ class Executor:
         rows: Sequence[int],
         *,
         found: Mapping[int, Forced] = MappingProxyType({}),
-        forced: frozenset[RequestId] = frozenset(),
+        forced: Mapping[RequestId, bool] = MappingProxyType({}),
     ) -> LaunchedStep:
         """Enqueue the sampling of a step whose forward pass was launched. Returns at once, with the complete step.
 

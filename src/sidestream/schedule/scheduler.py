@@ -19,7 +19,7 @@ Both use, from above to below:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,7 +91,7 @@ class Committer:
         self._policy = policy
 
     def commit(
-        self, batch: BatchPlan, results: Sequence[RowResult], fence: Fence, forced: frozenset[RequestId]
+        self, batch: BatchPlan, results: Sequence[RowResult], fence: Fence, forced: Container[RequestId]
     ) -> Committed:
         """Append the step's tokens to its requests. `results`: one for each row that samples, in order. `forced`: see
         `Scheduler.commit`.
@@ -426,10 +426,11 @@ class Scheduler:
         batch: BatchPlan,
         results: Sequence[RowResult],
         fence: Fence,
-        forced: frozenset[RequestId] = frozenset(),
+        forced: Container[RequestId] = (),
     ) -> Committed:
         """Apply the results of a step that has ended (with several ranks: on rank 0). The caller must then call
-        `publish`. `results`: one for each row that samples. `forced`: requests whose grammars forced their drafts.
+        `publish`. `results`: one for each row that samples. `forced`: requests whose drafts were planned as forced
+        by their grammars, or are.
 
         Rows of finished or preempted requests are dropped. The caller must `finish` the requests that end.
         """
