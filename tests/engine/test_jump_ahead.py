@@ -4,15 +4,18 @@ an engine without drafts.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_rig import Reply, Rig, prompts, serving
 
+from proof.tiny_models import tiny_model_dir
 from proof.toy import ToyDraftHead, ToyModel, ToyProposer
 from proof.toy_grammar import ToyGrammar, ToyGrammars
-from sidestream.config import SpeculativeConfig, StructuredOutputs
+from sidestream import LLM, SamplingParams, SpeculativeConfig, StructuredOutputs
 from sidestream.speculate import GrammarProposer
 from sidestream.types import Forced
 
@@ -145,3 +148,34 @@ def test_forced_tokens_count_behind_their_own_beginning_only() -> None:
 def test_the_grammar_proposer_is_one_of_the_config() -> None:
     with jumping() as rig:
         assert rig.engine.parts.proposer == GrammarProposer().name
+
+
+def test_an_answer_to_a_schema_with_long_keys_takes_fewer_steps(tmp_path: Path) -> None:
+    """With llguidance, and a model that has a token for each byte."""
+    directory = tiny_model_dir("llama", tmp_path, seed=1)
+    keys = {f"the_name_of_the_{name}": {"enum": [1, 2, 3]} for name in ("customer", "account")}
+    schema = {"type": "object", "properties": keys, "required": [*keys], "additionalProperties": False}
+    form = StructuredOutputs(json=json.dumps(schema), disable_any_whitespace=True)
+    asked = ["The whale " * 12, "The ship"]
+    params = [
+        SamplingParams(max_tokens=90, logprobs=1, structured_outputs=form, n=2, temperature=temperature, seed=3)
+        for temperature in (0.0, 1.0)
+    ]
+    answers, steps, accepted = dict[str, list[Any]](), dict[str, float](), dict[str, float]()
+    for name in ("plain", "grammar", "ngram"):
+        options = {} if name == "plain" else {"speculative": SpeculativeConfig(name, adaptive=False)}
+        with LLM(directory, kv_memory="8MiB", compute_threads=1, chunk_tokens=32, **options) as llm:
+            outputs = llm.generate(asked * 2, [each for each in params for _ in asked])
+            answers[name] = [each for output in outputs for each in output.completions]
+            steps[name] = llm.metrics.value("steps_total")
+            accepted[name] = llm.metrics.value("accepted_tokens_total", "grammar")
+    assert all(json.loads(answer.text).keys() == keys.keys() for answer in answers["plain"])
+    for name in ("grammar", "ngram"):
+        assert [one.token_ids for one in answers[name]] == [one.token_ids for one in answers["plain"]]
+        for one, other in zip(answers[name], answers["plain"], strict=True):
+            pairs = zip(one.logprobs, other.logprobs, strict=True)
+            # A pass over several positions rounds differently from a pass over one.
+            assert all(ours.logprob == pytest.approx(theirs.logprob, abs=1e-4) for ours, theirs in pairs)
+        assert steps[name] < 0.5 * steps["plain"]
+    # Each key has at least 24 forced bytes behind its first ones.
+    assert accepted["grammar"] >= 8 * 2 * 18 and not accepted["plain"]
