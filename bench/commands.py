@@ -236,7 +236,7 @@ def grammar_steps(
 @_command("rounds")
 def jump_ahead(
     model: Model = DEMO_MODEL,
-    requests: Annotated[int, count("--requests", "Concurrent requests; every second one has no grammar.")] = 8,
+    requests: Annotated[int, count("--requests", "Concurrent requests.")] = 8,
     rounds: Annotated[int, count("--rounds", "Repetitions; rounds with and without drafts alternate.")] = 9,
 ) -> Report:
     """Steps and tokens per second of answers to a schema with long keys, with drafts of what the grammar forces and

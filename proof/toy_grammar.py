@@ -60,10 +60,10 @@ class ToyGrammar:
                 masks[number + 1 :] = -1
                 return
 
-    def forced(self) -> tuple[int, ...]:
+    def forced(self, known: Sequence[int], most: int) -> tuple[int, ...]:
         """See `TokenGrammar`."""
-        answer = [*self._answer]
-        while self._is_forced(answer) and len(answer) < self.length:
+        answer = [*self._answer, *known]
+        while self._is_forced(answer) and len(answer) < min(self.length, len(self._answer) + most):
             answer.append(int(self.allowed(answer).argmax()))
         return tuple(answer[len(self._answer) :])
 

@@ -273,7 +273,9 @@ class Forced(NamedTuple):
     def after(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """The rest of it behind all tokens of the request; empty if they are not its beginning."""
         drawn = len(tokens) - self.start
-        if drawn < 0 or self.tokens[:drawn] != tuple(tokens[self.start :]):  # rule: forced-drafts-are-known-to-the-host
+        if not 0 <= drawn <= len(self.tokens):
+            return ()
+        if self.tokens[:drawn] != tuple(tokens[self.start :]):  # rule: forced-drafts-are-known-to-the-host
             return ()
         return self.tokens[drawn:]
 

@@ -77,7 +77,7 @@ def test_wrong_forced_tokens_cost_steps_and_no_token(monkeypatch: pytest.MonkeyP
     asked, model = prompts(2, 6), ToyModel()
     with jumping(None, model=model) as rig:
         plain = ask(rig, asked, FREE, **GREEDY)
-    monkeypatch.setattr(ToyGrammar, "forced", lambda self: (5, 6, 7, 8, 9, 10, 11))
+    monkeypatch.setattr(ToyGrammar, "forced", lambda self, known, most: (5, 6, 7, 8, 9, 10, 11)[:most])
     proposer = {"proposer": ToyProposer(ToyDraftHead(model, width=3))} if own else {}
     with jumping(model=model, **proposer) as rig:
         wrong = ask(rig, asked, FREE, **GREEDY)
@@ -129,7 +129,7 @@ def test_without_grammars_no_step_has_drafts_or_another_launch() -> None:
 
 
 def test_an_engine_without_drafts_asks_no_grammar_what_it_forces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ToyGrammar, "forced", lambda self: pytest.fail("it was asked"))
+    monkeypatch.setattr(ToyGrammar, "forced", lambda self, known, most: pytest.fail("it was asked"))
     with jumping(None) as rig:
         assert len(ask(rig, [[5, 6]], **GREEDY)[0].token_ids()) == 48
     with jumping() as rig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import numpy as np
@@ -160,17 +161,39 @@ def test_a_grammar_that_exceeds_a_limit_at_its_first_token_is_refused(grammars: 
 
 def test_the_only_continuation_is_forced_and_leaves_the_position_as_it_was(grammars: GrammarCompiler) -> None:
     grammar = grammars.compile(StructuredOutputs(regex="abc[de]fg|xyz"))
-    assert grammar.forced() == ()
+    assert grammar.forced((), 9) == ()
     grammar.advance(ids("a"))
-    assert grammar.forced() == tuple(ids("bc"))
+    assert grammar.forced((), 9) == grammar.forced(ids("b"), 9) == tuple(ids("bc"))
+    assert grammar.forced((), 1) == tuple(ids("b"))
     assert allowed(grammar, "bcd") == ["b", "c", "de", "f"]
-    assert grammar.forced() == tuple(ids("bc"))
+    assert grammar.forced((), 9) == tuple(ids("bc"))
     assert grammar.advance(ids("bcdfg")) is True
-    assert grammar.forced() == ()
+    assert grammar.forced((), 9) == ()
+
+
+def test_forced_text_goes_on_as_long_as_one_token_begins_with_all_others() -> None:
+    for words, forced in (('"c',), ("a", "b", '"c')), (('"c', '"d'), ("a", "b")), ((), ("a", "b", '"')):
+        vocabulary = {**VOCABULARY, **{word: len(VOCABULARY) + number for number, word in enumerate(words)}}
+        made = Tokenizer(BPE(vocab=vocabulary, merges=[]))
+        made.add_special_tokens(["<eos>"])
+        made.decoder = ByteLevel()
+        grammars = GrammarCompiler(made.to_str(), vocab_size=len(vocabulary), eos_ids=(EOS,))
+        grammar = grammars.compile(StructuredOutputs(regex='ab"[cd]'))
+        assert grammar.forced((), 9) == tuple(vocabulary[token] for token in forced)
+
+
+def test_a_long_forced_text_is_looked_at_no_further_than_asked(grammars: GrammarCompiler) -> None:
+    """`compute_ff_tokens` takes half a second for this text, and looks at all of it."""
+    grammar = grammars.compile(StructuredOutputs(regex="(ab){50000}"))
+    begin_s = time.process_time()
+    assert grammar.forced((), 8) == tuple(ids("abababab"))
+    assert time.process_time() - begin_s < 0.1
 
 
 def test_rules_about_tokens_force_what_their_grammar_forces(grammars: GrammarCompiler) -> None:
     inner = grammars.compile(StructuredOutputs(regex="abc"))
     marks = ReasoningMarks((1,), (2,), inside=False)
-    assert RuledAnswer(inner, (), ((4, 5),)).forced() == BudgetedAnswer(inner, marks, 3).forced() == tuple(ids("abc"))
-    assert RuledAnswer(None, (3,), ()).forced() == BudgetedAnswer(None, marks, 3).forced() == ()
+    for rules in (RuledAnswer(inner, (), ((4, 5),)), BudgetedAnswer(inner, marks, 3)):
+        assert rules.forced((), 9) == tuple(ids("abc"))
+    for rules in (RuledAnswer(None, (3,), ()), BudgetedAnswer(None, marks, 3)):
+        assert rules.forced((), 9) == ()

@@ -33,8 +33,9 @@ class _MaskedRow(NamedTuple):
     number   its index among the sampling rows
     first    its first row of logits
     drafts   number of its drafts
-    known    these drafts, if the host knows them: its grammar forced them; else empty
-    forced   whether the drafts were planned or made from what its grammar forced
+    stop     upper bound of its tokens with KV, as planned
+    begins   whether it is a chunk of a prompt, after which its slot has no forced tokens yet
+    rest     what its grammar forced, as far as it has not drawn it; it drafts the beginning
     """
 
     number: int
@@ -43,8 +44,19 @@ class _MaskedRow(NamedTuple):
     request: Request
     grammar: TokenGrammar
     drafts: int
-    known: tuple[int, ...]
-    forced: bool
+    stop: int
+    begins: bool
+    rest: tuple[int, ...]
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        """Its drafts, if the host knows them; else empty."""
+        return self.rest[: self.drafts] if len(self.rest) >= self.drafts else ()
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether its drafts were planned as forced ones, or are."""
+        return self.drafts > 0 and (bool(self.known) or self.request.forced.end > self.stop - self.drafts)
 
 
 class StructuredSampler:
@@ -75,7 +87,7 @@ class StructuredSampler:
             own = row.known if row.known or not row.drafts else drafts[row.number][: row.drafts]
             row.grammar.fill(masks[first : first + 1 + row.drafts], own)
             first += 1 + row.drafts
-        forced = {row.request.id: bool(row.known) for row in masked if row.forced}
+        forced = {row.request.id: bool(row.known) for row in masked if row.is_forced}
         return self._executor.sample(step, rows, found=self._look_ahead(masked), forced=forced)
 
     def follow(self, outputs: Sequence[RowOutput]) -> tuple[list[RowOutput], list[Complete]]:
@@ -103,10 +115,11 @@ class StructuredSampler:
     def _look_ahead(self, masked: Sequence[_MaskedRow]) -> dict[int, Forced]:
         """What the grammars force from now on, by request slot, for slots where something changes."""
         found, most = dict[int, Forced](), self._executor.most_forced
-        for row in masked:
+        for row in masked if most else ():
             request = row.request
-            tokens = row.grammar.forced()[:most] if most and request.max_drafts else ()
-            if tokens or request.forced.tokens:
+            tokens = row.grammar.forced(row.rest, most) if request.max_drafts else ()
+            is_there = len(tokens) > 0 and tokens == row.rest and not row.begins
+            if not is_there and (tokens or request.forced.tokens):
                 found[row.slot] = request.forced = Forced(len(request.tokens), tokens)
         return found
 
@@ -115,12 +128,10 @@ class StructuredSampler:
         masks for nothing: their results are dropped.
         """
         at, columns = 0, step.batch.columns
-        rows = zip(columns.request_id, columns.slot, columns.drafts, columns.stop, strict=True)
-        for number, (request_id, slot, drafts, stop) in enumerate(compress(rows, columns.samples)):
+        rows = zip(columns.request_id, columns.slot, columns.drafts, columns.stop, columns.tokens, strict=True)
+        for number, (request_id, slot, drafts, stop, chunk) in enumerate(compress(rows, columns.samples)):
             request = self._scheduler.get(request_id)
             if request is not None and (grammar := request.grammar) is not None:
-                known = request.forced.after(request.tokens)[:drafts]
-                whole = known if len(known) == drafts else ()
-                forced = drafts > 0 and (bool(whole) or request.forced.end > stop - drafts)
-                yield _MaskedRow(number, at, slot, request, grammar, drafts, whole, forced)
+                rest, begins = request.forced.after(request.tokens), chunk is not None
+                yield _MaskedRow(number, at, slot, request, grammar, drafts, stop, begins, rest)
             at += 1 + drafts

@@ -75,9 +75,9 @@ class RuledAnswer:
             ended = [ids[-1] for ids in self._forbidden if before[len(before) - len(ids) + 1 :] == list(ids[:-1])]
             masks[number] &= ~_mask_of(ended, masks.shape[1])
 
-    def forced(self) -> tuple[int, ...]:
+    def forced(self, known: Sequence[int], most: int) -> tuple[int, ...]:
         """See `TokenGrammar`."""
-        return () if self._inner is None else self._inner.forced()
+        return () if self._inner is None else self._inner.forced(known, most)
 
     def advance(self, token_ids: Sequence[int]) -> bool:
         """See `TokenGrammar`."""
@@ -129,9 +129,9 @@ class BudgetedAnswer:
             if number < len(drafts):
                 used, tail = self._followed(used, tail, drafts[number])
 
-    def forced(self) -> tuple[int, ...]:
+    def forced(self, known: Sequence[int], most: int) -> tuple[int, ...]:
         """See `TokenGrammar`."""
-        return () if self._inner is None else self._inner.forced()
+        return () if self._inner is None else self._inner.forced(known, most)
 
     def advance(self, token_ids: Sequence[int]) -> bool:
         """See `TokenGrammar`."""
