@@ -16,7 +16,8 @@ from proof.tiny_models import tiny_model_dir
 from proof.toy import ToyDraftHead, ToyModel, ToyProposer
 from proof.toy_grammar import ToyGrammar, ToyGrammars
 from sidestream import LLM, SamplingParams, SpeculativeConfig, StructuredOutputs
-from sidestream.speculate import GrammarProposer
+from sidestream.ops import TorchOps
+from sidestream.runner.state import DecodeState
 from sidestream.types import Forced
 
 # Runs of eight free and of eight forced tokens.
@@ -117,7 +118,9 @@ def test_a_step_with_forced_drafts_alone_does_not_wait_for_its_pass() -> None:
     assert not read
 
 
-def test_without_grammars_no_step_has_drafts_or_another_launch() -> None:
+def test_without_forced_tokens_no_step_has_drafts_or_another_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, name in ((TorchOps, "take_forced"), (DecodeState, "force")):
+        monkeypatch.setattr(kind, name, lambda *_: pytest.fail("it was called"))
     with jumping(SpeculativeConfig("grammar", max_drafts=3)) as rig:
         asked = prompts(5, 4)
         replies = [rig.submit(prompt, 20) for prompt in asked]
@@ -125,7 +128,6 @@ def test_without_grammars_no_step_has_drafts_or_another_launch() -> None:
             rig.expect(reply, prompt, 20)
         ask(rig, asked, FREE, **GREEDY)
         assert counts(rig) == (0, 0)
-        assert not rig.engine.parts.executor._state.forced.any()
 
 
 def test_an_engine_without_drafts_asks_no_grammar_what_it_forces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,11 +145,6 @@ def test_forced_tokens_count_behind_their_own_beginning_only() -> None:
     assert forced.after([1, 2, 3, 7, 9]) == ()
     assert forced.after([1, 2, 3, 7, 8, 9, 1]) == ()
     assert Forced(3, (7,)).after([1, 2]) == ()
-
-
-def test_the_grammar_proposer_is_one_of_the_config() -> None:
-    with jumping() as rig:
-        assert rig.engine.parts.proposer == GrammarProposer().name
 
 
 def test_an_answer_to_a_schema_with_long_keys_takes_fewer_steps(tmp_path: Path) -> None:

@@ -102,9 +102,9 @@ def test_drafts_are_read_only_of_steps_that_have_some() -> None:
             read.append(any(step.batch.columns.drafts))
             return drafts_of(step)
 
-        def sampling(step: Any, rows: Any, **options: Any) -> Any:
+        def sampling(step: Any, *more: Any) -> Any:
             without.append(step.batch.speculates and not any(step.batch.columns.drafts))
-            return sample(step, rows, **options)
+            return sample(step, *more)
 
         executor.drafts_of, executor.sample = reading, sampling  # type: ignore[method-assign]
         for number, prompt in enumerate(prompts(8, 6)):
@@ -148,9 +148,9 @@ def test_the_pass_is_launched_before_the_last_step_is_committed() -> None:
             order.append("launch")
             return launch(*args, **options)
 
-        def sampling(*args: Any, **options: Any) -> Any:
+        def sampling(*args: Any) -> Any:
             order.append("sample")
-            return sample(*args, **options)
+            return sample(*args)
 
         def committing(step: Any) -> None:
             order.extend(["commit"] if step is not None else [])

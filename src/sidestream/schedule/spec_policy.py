@@ -38,9 +38,9 @@ _USUAL_WEIGHT = 0.02
 # usual rate is known, one in this many new requests starts with the optimistic rate: otherwise, a low rate would never
 # be measured again after it has improved.
 _OPTIMISTIC_RATE = 0.8
+_OPTIMISTIC_EVERY = 16
 # Lowest accept rate that is assumed of forced drafts, so that they are tried now and then.
 _LEAST_FORCED_RATE = 0.2
-_OPTIMISTIC_EVERY = 16
 # Assumed cost of one more draft for each row, as a share of the time of a step without drafts, until this cost was
 # measured. A row gets a draft if its chance to be accepted exceeds half of the measured cost (within these bounds),
 # because the rows share this cost.
