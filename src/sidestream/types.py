@@ -256,8 +256,7 @@ class TokenLogprob:
 
 
 class Forced(NamedTuple):
-    """The only continuation that a grammar leaves an answer, as the grammar cuts it into tokens. The model may cut the
-    same text into other tokens, so these are drafts.
+    """The only continuation that a grammar leaves an answer.
 
     start   number of tokens of the request before it
     """

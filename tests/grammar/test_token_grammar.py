@@ -171,17 +171,6 @@ def test_the_only_continuation_is_forced_and_leaves_the_position_as_it_was(gramm
     assert grammar.forced((), 9) == ()
 
 
-def test_forced_text_goes_on_as_long_as_one_token_begins_with_all_others() -> None:
-    for words, forced in (('"c',), ("a", "b", '"c')), (('"c', '"d'), ("a", "b")), ((), ("a", "b", '"')):
-        vocabulary = {**VOCABULARY, **{word: len(VOCABULARY) + number for number, word in enumerate(words)}}
-        made = Tokenizer(BPE(vocab=vocabulary, merges=[]))
-        made.add_special_tokens(["<eos>"])
-        made.decoder = ByteLevel()
-        grammars = GrammarCompiler(made.to_str(), vocab_size=len(vocabulary), eos_ids=(EOS,))
-        grammar = grammars.compile(StructuredOutputs(regex='ab"[cd]'))
-        assert grammar.forced((), 9) == tuple(vocabulary[token] for token in forced)
-
-
 def test_a_long_forced_text_is_looked_at_no_further_than_asked(grammars: GrammarCompiler) -> None:
     """`compute_ff_tokens` takes half a second for this text, and looks at all of it."""
     grammar = grammars.compile(StructuredOutputs(regex="(ab){50000}"))

@@ -46,7 +46,6 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[StructuredOutputs, TokenGrammar] = OrderedDict()
-        self._texts: dict[int, bytes] = {}
 
     def compile(self, wanted: StructuredOutputs) -> TokenGrammar:
         """See `Grammars.compile`."""
@@ -66,7 +65,7 @@ class GrammarCompiler:
         trial = matcher.deep_copy()
         allowed = np.flatnonzero(np.unpackbits(np.frombuffer(trial.compute_bitmask(), np.uint8), bitorder="little"))
         trial.try_consume_tokens(allowed[:1].tolist())
-        grammar = GuidedAnswer(trial if trial.is_error() else matcher, self._text_of)
+        grammar = GuidedAnswer(trial if trial.is_error() else matcher)
         if grammar.failure is not None:
             raise _rejected(wanted, grammar.failure)
         with self._lock:
@@ -74,11 +73,6 @@ class GrammarCompiler:
             while len(self._compiled) > _KEPT:
                 self._compiled.popitem(last=False)
         return grammar.copy()
-
-    def _text_of(self, token_id: int) -> bytes:
-        if (text := self._texts.get(token_id)) is None:
-            text = self._texts[token_id] = bytes(self.prepare().decode_bytes([token_id]))
-        return text
 
     def prepare(self) -> LLTokenizer:
         """Read the tokenizer, which takes half a second during which no other Python thread runs: so a server does it

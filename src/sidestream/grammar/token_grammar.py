@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -15,9 +15,6 @@ if TYPE_CHECKING:
 
 Masks = npt.NDArray[np.int32]
 """`[rows, words]`: bit i of word w is set if the token 32 w + i is allowed."""
-
-_MOST_BEGINNINGS = 64
-"""More tokens than the beginnings of one text may have."""
 
 _COMPLETE = ("NoExtension", "NoExtensionBias", "EndOfSentence")
 
@@ -41,8 +38,7 @@ class TokenGrammar(Protocol):
         ...
 
     def forced(self, known: Sequence[int], most: int) -> tuple[int, ...]:
-        """Up to `most` tokens that come next because there is only one continuation. At its end, and if a grammar lets
-        the model cut the text in several ways, the model may draw others. The position does not change. `known`: the
+        """Up to `most` tokens that come next because no other is allowed. The position does not change. `known`: the
         first of them, from an earlier call.
         """
         ...
@@ -61,21 +57,18 @@ class Grammars(Protocol):
 
 
 class GuidedAnswer:
-    """A TokenGrammar of llguidance.
-
-    text_of   the bytes of a token
-
-    `forced` does not call `compute_ff_tokens`, which has no bound: it takes half a second for a text of 100,000 bytes.
+    """A TokenGrammar of llguidance. Where one text must follow, llguidance allows only the tokens into which the
+    tokenizer cuts it. `forced` finds them by masks, because `compute_ff_tokens` has no bound: it takes half a second
+    for a text of 100,000 bytes.
     """
 
-    def __init__(self, matcher: LLMatcher, text_of: Callable[[int], bytes]) -> None:
+    def __init__(self, matcher: LLMatcher) -> None:
         self.failure: str | None = None
         self._matcher = matcher
-        self._text_of = text_of
         self._look()
 
     def copy(self) -> GuidedAnswer:
-        return GuidedAnswer(self._matcher.deep_copy(), self._text_of)
+        return GuidedAnswer(self._matcher.deep_copy())
 
     def fill(self, masks: Masks, drafts: Sequence[int]) -> None:
         followed = 0
@@ -102,17 +95,11 @@ class GuidedAnswer:
         return tuple(found)
 
     def _only_token(self) -> int | None:
-        """The longest token that may come next, if all others are its beginnings; None: there is none. The answer may
-        still branch off inside it, which costs a rejected draft.
-        """
+        """The only token that may come next; None: there are several."""
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         octets = np.flatnonzero(mask)
-        if not len(octets) or len(octets) > _MOST_BEGINNINGS:
-            return None
-        at, bit = np.nonzero(np.unpackbits(mask[octets, None], axis=1, bitorder="little"))
-        texts = {token: self._text_of(token) for token in (8 * octets[at] + bit).tolist()}
-        longest = max(texts, key=lambda token: len(texts[token]))
-        return longest if all(text and texts[longest].startswith(text) for text in texts.values()) else None
+        bits = np.flatnonzero(np.unpackbits(mask[octets[:1]], bitorder="little"))
+        return 8 * int(octets[0]) + int(bits[0]) if len(octets) == len(bits) == 1 else None
 
     def advance(self, token_ids: Sequence[int]) -> bool:
         if self.failure is None and not self._matcher.consume_tokens([*token_ids]):

@@ -10,8 +10,8 @@ each row gets those drafts that are likely enough to be accepted.
 A row whose own drafts are rejected still waits for the drafts of other rows. The policy counts this cost as the row's
 debt, in tokens. If the debt exceeds what `max_slowdown` allows, only depths that do not increase it are chosen.
 
-Drafts that a grammar forces (its only continuation) have an accept rate of their own, which all requests share: a model
-rejects them only if it cuts the same text into other tokens.
+Drafts that a grammar forces (its only continuation) have an accept rate of their own, which all requests share. A model
+rejects them only where the row went on in another way than expected.
 """
 
 from __future__ import annotations
