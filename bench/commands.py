@@ -233,6 +233,19 @@ def grammar_steps(
     return _random(shape, options=options) if on_gpu else _served(model, options=options)
 
 
+@_command("rounds")
+def jump_ahead(
+    model: Model = DEMO_MODEL,
+    requests: Annotated[int, count("--requests", "Concurrent requests.")] = 8,
+    rounds: Annotated[int, count("--rounds", "Repetitions; rounds with and without drafts alternate.")] = 9,
+) -> Report:
+    """Steps and tokens per second of answers to a schema with long keys, with drafts of what the grammar forces and
+    without.
+    """
+    check_at_least({"requests": (requests, 2)})
+    return _served(model)
+
+
 @_command("walks")
 def structured_conformance(
     suite: Annotated[

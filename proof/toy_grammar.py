@@ -20,14 +20,22 @@ class ToyGrammar:
     answer is complete after `length` tokens.
 
     fails_at   number of tokens after which the grammar fails, as if a limit had been reached; None: never
+    run        `run` tokens of the answer are free, the next `run` tokens are forced, and so on; 0: all are free
     """
 
     def __init__(
-        self, vocab_size: int, *, period: int, length: int, fails_at: int | None = None, answer: Sequence[int] = ()
+        self,
+        vocab_size: int,
+        *,
+        period: int,
+        length: int,
+        fails_at: int | None = None,
+        run: int = 0,
+        answer: Sequence[int] = (),
     ) -> None:
         self.failure: str | None = None
         self._vocab_size = vocab_size
-        self._period, self.length, self._fails_at = period, length, fails_at
+        self._period, self.length, self._fails_at, self._run = period, length, fails_at, run
         self._answer = [*answer]
 
     def copy(self) -> ToyGrammar:
@@ -37,6 +45,7 @@ class ToyGrammar:
             period=self._period,
             length=self.length,
             fails_at=self._fails_at,
+            run=self._run,
             answer=self._answer,
         )
 
@@ -51,6 +60,13 @@ class ToyGrammar:
                 masks[number + 1 :] = -1
                 return
 
+    def forced(self, known: Sequence[int], most: int) -> tuple[int, ...]:
+        """See `TokenGrammar`."""
+        answer = [*self._answer, *known]
+        while self._is_forced(answer) and len(answer) < min(self.length, len(self._answer) + most):
+            answer.append(int(self.allowed(answer).argmax()))
+        return tuple(answer[len(self._answer) :])
+
     def advance(self, token_ids: Sequence[int]) -> bool:
         """See `TokenGrammar`."""
         self._answer += token_ids
@@ -60,13 +76,16 @@ class ToyGrammar:
         """Which tokens may follow an answer, bool `[vocab_size]`, padded with False to a multiple of 32."""
         ids = np.arange(-(-self._vocab_size // 32) * 32)
         allowed: npt.NDArray[np.bool_] = (ids < self._vocab_size) & ((ids + sum(answer)) % self._period != 0)
-        return allowed
+        return ids == 3 + sum(answer) % (self._vocab_size - 3) if self._is_forced(answer) else allowed
+
+    def _is_forced(self, answer: Sequence[int]) -> bool:
+        return self._run > 0 and len(answer) // self._run % 2 == 1
 
 
 def toy_grammar(form: str, vocab_size: int) -> ToyGrammar:
-    """The grammar of "period length" or "period length fails_at". Raises ValueError."""
-    period, length, *fails_at = map(int, form.split())
-    return ToyGrammar(vocab_size, period=period, length=length, fails_at=fails_at[0] if fails_at else None)
+    """The grammar of "period length", "period length fails_at" or "period length fails_at run". Raises ValueError."""
+    period, length, fails_at, run = [*map(int, form.split()), 0, 0][:4]
+    return ToyGrammar(vocab_size, period=period, length=length, fails_at=fails_at or None, run=run)
 
 
 class ToyGrammars:

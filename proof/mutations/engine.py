@@ -328,6 +328,16 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
+            name="grammar-returns-from-its-look-ahead",
+            hazard="H12",
+            consequence="forced tokens that no step has drawn count as tokens of the answer",
+        ),
+        "schedules have toy grammars, which keep no position while they look ahead",
+        noticed_by="grammar/test_token_grammar.py::test_the_only_continuation_is_forced_and_leaves_the_position_as_it_was",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
             name="invalidated-keys-are-sent-to-the-tiers",
             hazard="H9",
             consequence="blocks of a request with wrong KV are found in host memory and on disk",

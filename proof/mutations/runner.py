@@ -16,6 +16,8 @@ from proof.mutations.operators import (
 )
 from proof.mutations.tables import Change, Equivalent, Exempt, Mutation
 
+_NO_FORCED = "no schedule has drafts in answers with a grammar"
+
 MUTATIONS = (
     Mutation(
         name="token-ids-are-read-whole",
@@ -458,6 +460,59 @@ EQUIVALENT = (
         ),
         "workloads ask for no log-probabilities of prompts",
         noticed_by="test_prompt_logprobs.py::test_samples_and_streams_have_log_probabilities_of_the_prompt",
+    ),
+    Equivalent(
+        Mutation(
+            name="forced-tokens-are-drafted",
+            hazard="H19",
+            consequence="answers with a grammar take one step for each token",
+        ),
+        _NO_FORCED,
+        noticed_by="engine/test_jump_ahead.py::test_tokens_and_log_probabilities_are_those_without_drafts",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
+            name="forced-drafts-begin-behind-the-row",
+            hazard="H19",
+            change=Rewrite(" - ", " - 1 - "),
+            consequence="forced tokens are drafted at a wrong position, and rejected",
+        ),
+        _NO_FORCED,
+        noticed_by="ops/test_argmax_and_ngram.py::test_forced_tokens_replace_the_drafts_behind_their_own_beginning",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
+            name="forced-drafts-follow-their-own-beginning",
+            hazard="H19",
+            change=Rewrite(" == ", " <= "),
+            consequence="forced tokens are drafted behind other tokens, and rejected",
+        ),
+        _NO_FORCED,
+        noticed_by="ops/test_argmax_and_ngram.py::test_forced_tokens_replace_the_drafts_behind_their_own_beginning",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
+            name="slot-begins-without-forced-tokens",
+            hazard="H18",
+            consequence="a request gets drafts from the grammar of its slot's last owner",
+        ),
+        _NO_FORCED,
+        noticed_by="runner/test_state.py::test_a_slot_begins_without_the_forced_tokens_of_its_last_owner",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
+            name="forced-drafts-are-known-to-the-host",
+            hazard="H19",
+            change=Never(),
+            consequence="masks are made for other drafts than those of the step, so an answer leaves its grammar",
+        ),
+        _NO_FORCED,
+        noticed_by="engine/test_jump_ahead.py::test_forced_tokens_count_behind_their_own_beginning_only",
+        unreached=True,
     ),
 )
 

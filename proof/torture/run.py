@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,7 @@ from sidestream.runner.executor import LaunchedStep
 from sidestream.schedule.scheduler import Committed
 from sidestream.types import BatchPlan, RowResult
 from sidestream_kv.offload import tier_io
-from sidestream_kv.types import Fence, LayerGates
+from sidestream_kv.types import Fence, LayerGates, RequestId
 from sidestream_order.findings import Finding as Objection
 from sidestream_order.sim import Deadlock, Policy
 from sidestream_order.steering import Watched
@@ -148,10 +148,12 @@ class _Schedule:
         scheduler = life.engine.parts.scheduler
         commit = scheduler.commit
 
-        def judged(batch: BatchPlan, results: Sequence[RowResult], fence: Fence) -> Committed:
+        def judged(
+            batch: BatchPlan, results: Sequence[RowResult], fence: Fence, forced: Container[RequestId] = ()
+        ) -> Committed:
             for text in wrong_accept_lengths(life.head, scheduler, batch, results):
                 self._verdict.find("accept lengths", text)
-            return commit(batch, results, fence)
+            return commit(batch, results, fence, forced)
 
         if self._workload.drafts:
             scheduler.commit = judged  # type: ignore[method-assign]

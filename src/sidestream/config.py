@@ -32,7 +32,8 @@ def _at_least(option: str, value: int, bound: int) -> None:
 
 RENAMED = {"max_slowdown": "max_draft_slowdown", "tail_apart": "separate_tail_chunk"}
 """Options that got another name: an error for the old name gives the new one."""
-PROPOSERS = ("ngram", "mtp", "draft")
+GRAMMAR = "grammar"
+PROPOSERS = ("ngram", "mtp", "draft", GRAMMAR)
 MOST_DRAFTS = 16
 """Maximum number of drafts of one request that a step verifies."""
 
@@ -45,7 +46,8 @@ class SpeculativeConfig:
 
     proposer     `"ngram"`: finds an earlier occurrence of the request's last tokens and drafts the tokens that followed
                  it; `"mtp"`: a head for multi-token prediction (MTP) that was trained for the model; `"draft"`: a
-                 smaller model with the same tokenizer
+                 smaller model with the same tokenizer; `"grammar"`: none of its own. With every proposer, an answer
+                 whose grammar leaves one continuation has it drafted
     head         for `"mtp"`: the file of the head, or the directory of a checkpoint that contains it. None: the head
                  in the model's own checkpoint or, for the demo model, the head that Sidestream ships
     model        for `"draft"`: a directory, a hub id or a name that `sidestream models` lists

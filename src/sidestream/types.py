@@ -257,6 +257,30 @@ class TokenLogprob:
     rank: int = 0
 
 
+class Forced(NamedTuple):
+    """The only continuation that a grammar leaves an answer.
+
+    start   number of tokens of the request before it
+    """
+
+    start: int = 0
+    tokens: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """Number of tokens of the request with all of them."""
+        return self.start + len(self.tokens)
+
+    def after(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """The rest of it behind all tokens of the request; empty if they are not its beginning."""
+        drawn = len(tokens) - self.start
+        if not 0 <= drawn <= len(self.tokens):
+            return ()
+        if self.tokens[:drawn] != tuple(tokens[self.start :]):  # rule: forced-drafts-are-known-to-the-host
+            return ()
+        return self.tokens[drawn:]
+
+
 class RowResult(msgspec.Struct, frozen=True, gc=False):
     """Sampled tokens of one row of a step. A struct, because making one takes 0.4 of the time of a dataclass.
 

@@ -61,6 +61,7 @@ def test_every_sampling_option_reaches_its_field() -> None:
         ({}, None),
         ({"speculative": "ngram"}, SpeculativeConfig()),
         ({"speculative": "ngram", "max_drafts": 7}, SpeculativeConfig(max_drafts=7)),
+        ({"speculative": "grammar"}, SpeculativeConfig("grammar")),
         ({"speculative": "ngram", "max_draft_slowdown": 0.1}, SpeculativeConfig(max_draft_slowdown=0.1)),
         ({"speculative": "draft", "draft_model": "small"}, SpeculativeConfig("draft", model="small")),
     ],

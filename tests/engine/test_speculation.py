@@ -213,7 +213,7 @@ def test_host_time_spent_on_drafts_counts_for_their_own_step(monkeypatch: pytest
         scheduler, executor = engine.parts.scheduler, engine.parts.executor
         launch, commit, planned = executor.launch, scheduler.commit, [0]
 
-        def choose(numbers: Sequence[int], room: Sequence[int]) -> Chosen:
+        def choose(numbers: Sequence[int], room: Sequence[int], forced: Sequence[int]) -> Chosen:
             planned[0] += 1
             return Chosen([max(0, min(2, left)) if planned[0] % 6 == 0 else 0 for left in room], {})
 

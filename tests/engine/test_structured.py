@@ -102,9 +102,9 @@ def test_drafts_are_read_only_of_steps_that_have_some() -> None:
             read.append(any(step.batch.columns.drafts))
             return drafts_of(step)
 
-        def sampling(step: Any, rows: Any) -> Any:
+        def sampling(step: Any, *more: Any) -> Any:
             without.append(step.batch.speculates and not any(step.batch.columns.drafts))
-            return sample(step, rows)
+            return sample(step, *more)
 
         executor.drafts_of, executor.sample = reading, sampling  # type: ignore[method-assign]
         for number, prompt in enumerate(prompts(8, 6)):

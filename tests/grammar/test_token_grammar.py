@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,10 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
 
-from sidestream.config import StructuredOutputs
+from sidestream.config import ReasoningMarks, StructuredOutputs
 from sidestream.errors import RequestRejected
 from sidestream.grammar import GrammarCompiler, TokenGrammar, check
+from sidestream.grammar.token_rules import BudgetedAnswer, RuledAnswer
 
 EOS = 0
 VOCABULARY = {"<eos>": EOS, **{chr(number): number - 32 for number in range(33, 127)}}
@@ -155,3 +157,32 @@ def test_structured_outputs_have_exactly_one_form(fields: dict[str, Any], says: 
 def test_a_grammar_that_exceeds_a_limit_at_its_first_token_is_refused(grammars: GrammarCompiler) -> None:
     with pytest.raises(RequestRejected, match="too many expressions constructed"):
         grammars.compile(StructuredOutputs(regex="((((a{99}){99}){99}){99})"))
+
+
+def test_the_only_continuation_is_forced_and_leaves_the_position_as_it_was(grammars: GrammarCompiler) -> None:
+    grammar = grammars.compile(StructuredOutputs(regex="abc[de]fg|xyz"))
+    assert grammar.forced((), 9) == ()
+    grammar.advance(ids("a"))
+    assert grammar.forced((), 9) == grammar.forced(ids("b"), 9) == tuple(ids("bc"))
+    assert grammar.forced((), 1) == tuple(ids("b"))
+    assert allowed(grammar, "bcd") == ["b", "c", "de", "f"]
+    assert grammar.forced((), 9) == tuple(ids("bc"))
+    assert grammar.advance(ids("bcdfg")) is True
+    assert grammar.forced((), 9) == ()
+
+
+def test_a_long_forced_text_is_looked_at_no_further_than_asked(grammars: GrammarCompiler) -> None:
+    """`compute_ff_tokens` takes half a second for this text, and looks at all of it."""
+    grammar = grammars.compile(StructuredOutputs(regex="(ab){50000}"))
+    begin_s = time.process_time()
+    assert grammar.forced((), 8) == tuple(ids("abababab"))
+    assert time.process_time() - begin_s < 0.1
+
+
+def test_rules_about_tokens_force_what_their_grammar_forces(grammars: GrammarCompiler) -> None:
+    inner = grammars.compile(StructuredOutputs(regex="abc"))
+    marks = ReasoningMarks((1,), (2,), inside=False)
+    for rules in (RuledAnswer(inner, (), ((4, 5),)), BudgetedAnswer(inner, marks, 3)):
+        assert rules.forced((), 9) == tuple(ids("abc"))
+    for rules in (RuledAnswer(None, (3,), ()), BudgetedAnswer(None, marks, 3)):
+        assert rules.forced((), 9) == ()

@@ -2,6 +2,7 @@
 from disk.
 """
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sidestream import LLM, OffloadConfig, RequestOutput, SamplingParams
+from sidestream import LLM, OffloadConfig, RequestOutput, SamplingParams, SpeculativeConfig, StructuredOutputs
 from sidestream.models import kv_token_bytes
 from sidestream.models.catalog import prepared
 from sidestream.text import sample_text
@@ -88,3 +89,28 @@ def test_conversation_survives_the_engine_with_equal_tokens(model: str, ids: lis
     cold, back = answer(), answer()
     assert (cold.cached.total, back.cached.disk) == (0, 192)
     assert back.token_ids == cold.token_ids
+
+
+def test_answers_to_a_schema_are_equal_with_jump_ahead_in_fewer_steps(model: str) -> None:
+    texts = "customer_first_name", "preferred_shipping_address"
+    keys = {"customer_account_balance": {"type": "integer", "minimum": 0, "maximum": 99}}
+    keys |= {name: {"type": "string", "maxLength": 12} for name in texts}
+    schema = {"type": "object", "properties": keys, "required": [*keys], "additionalProperties": False}
+    form = StructuredOutputs(json=json.dumps(schema), disable_any_whitespace=True)
+    params = [
+        SamplingParams(max_tokens=80, logprobs=0, temperature=temperature, seed=1, structured_outputs=form)
+        for temperature in (0.0, 0.7)
+    ]
+    found = list[tuple[list[RequestOutput], float, float]]()
+    for speculative in (None, SpeculativeConfig("grammar", adaptive=False)):
+        with LLM(model, dtype="float32", kv_memory="64MiB", speculative=speculative) as llm:
+            outputs = llm.generate(["A customer as JSON: "] * 2, params)
+            accepted = llm.metrics.value("accepted_tokens_total", "grammar")
+            found.append((outputs, llm.metrics.value("steps_total"), accepted))
+    (plain, plain_steps, _), (jumped, steps, accepted) = found
+    for ours, theirs in zip(jumped, plain, strict=True):
+        assert json.loads(ours.text).keys() == keys.keys()
+        assert ours.token_ids == theirs.token_ids
+        logprobs = [[entry.logprob for entry in one.completions[0].logprobs] for one in (ours, theirs)]
+        assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-3)
+    assert steps < 0.85 * plain_steps and accepted >= 12

@@ -73,6 +73,7 @@ compiled(step_kernels.keep_hidden, BF16, *[LONG] * 4, BF16, BF16, *["i32"] * 5)
 compiled(draft_kernels.argmax_of_parts, BF16, "*fp32", INT, *["i32"] * 3)
 compiled(draft_kernels.argmax_of_maxima, "*fp32", INT, LONG, "*u8", "i32")
 compiled(draft_kernels.match_ngram, INT, LONG, LONG, LONG, *["i32"] * 5)
+compiled(draft_kernels.take_forced, LONG, LONG, INT, LONG, LONG, *["i32"] * 4)
 
 heads = {"KV_HEADS": 8, "HEAD_DIM": 128}
 for kv_heads, size, value_size, width in ((8, 128, 128, 1024), (1, 512, 64, 512)):

@@ -1,4 +1,4 @@
-"""Argmax and prompt lookup by Triton kernels equal torch, on a GPU or in Triton's interpreter."""
+"""Argmax, prompt lookup and forced tokens by Triton kernels equal torch, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sidestream.ops import TorchOps
+from sidestream.types import Forced
 
 pytest.importorskip(
     "triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra"
@@ -59,3 +60,29 @@ def test_ngram_finds_the_longest_earlier_occurrence(longest: int, shortest: int)
         )
 
         assert got.tolist() == wanted.tolist()
+
+
+def test_forced_tokens_replace_the_drafts_behind_their_own_beginning() -> None:
+    slots, width, most, count = 6, 12, 5, 3
+    for seed in range(200):
+        rng = random.Random(seed)
+        history = torch.tensor([[rng.randrange(2) for _ in range(width + 1)] for _ in range(slots)], dtype=torch.int32)
+        forced = torch.tensor(
+            [
+                [rng.randrange(width), rng.randrange(most + 1), *(rng.randrange(2) for _ in range(most))]
+                for _ in range(slots)
+            ]
+        )
+        rows = torch.tensor(rng.sample(range(slots), 3))
+        lengths = torch.tensor([rng.randint(1, width) for _ in rows])
+        drafts = torch.tensor([[7, 8, 9]] * 3)
+        wanted = drafts.tolist()
+        for row, (slot, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
+            start, size, *tokens = forced[slot].tolist()
+            known = Forced(start, tuple(tokens[:size])).after(history[slot, :length].tolist())[:count]
+            wanted[row][: len(known)] = known
+
+        for ops, here in ((TorchOps(), "cpu"), (TritonOps(), HERE)):
+            got = drafts.to(here).clone()
+            ops.take_forced(got, forced.to(here), history.to(here)[:, :-1], rows.to(here), lengths.to(here))
+            assert got.tolist() == wanted, (seed, type(ops).__name__)

@@ -10,7 +10,7 @@ from sampler_rig import sample
 from sidestream.config import SamplingParams
 from sidestream.errors import InvariantError
 from sidestream.runner.state import DecodeState
-from sidestream.types import RowStart
+from sidestream.types import Forced, RowStart
 
 VOCAB = 16
 
@@ -177,3 +177,13 @@ def test_rows_that_begin_together_get_their_own_tokens():
         known = [*starts[row].prompt, *starts[row].outputs] if row in starts else []
         assert state.history[row, : len(known)].tolist() == known
         assert torch.equal(state.history[row, len(known) :], before[row, len(known) :])
+
+
+def test_a_slot_begins_without_the_forced_tokens_of_its_last_owner() -> None:
+    state = DecodeState(3, VOCAB, max_len=20, max_drafts=1)
+    state.begin([(0, start()), (1, start())])
+    state.force({0: Forced(2, (4, 5)), 1: Forced(3, (6, 7, 8))})
+    assert state.forced[:2].tolist() == [[2, 2, 4, 5, 0], [3, 3, 6, 7, 8]]
+    state.force({0: Forced(4, (9,))})
+    state.begin([(1, start())])
+    assert state.forced.tolist() == [[4, 1, 9, 0, 0], [0] * 5, [0] * 5, [0] * 5]

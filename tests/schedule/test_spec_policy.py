@@ -501,3 +501,28 @@ def test_a_prompt_computed_beside_drafts_is_charged_their_cost() -> None:
     assert max(fly(policy, rows, flat(1.5), room=0)) == 0
     policy.charge([newcomer])
     assert policy.records.debt[newcomer] == pytest.approx(0.5, abs=0.1)
+
+
+@pytest.mark.parametrize("forced_only", [False, True])
+def test_forced_drafts_are_as_many_as_there_are_whatever_the_rows_own_rate(forced_only: bool) -> None:
+    policy, rows = drafting([0.0, 0.0, 0.9, 0.9], forced_only=forced_only, max_slowdown=math.inf)
+    for _ in range(12):
+        policy.choose(rows, [4] * 4, [3, 2, 0, 4])
+        policy.record_step(4, 0, PLAIN_S, 1000)
+    own = 0 if forced_only else 4
+    assert policy.choose(rows, [4] * 4, [3, 2, 0, 4]).counts == [3, 2, own, 4]
+    assert policy.choose(rows, [4, 1, 4, 4], [3, 2, 0, 9]).counts == [3, 1, own, 4]
+    policy = SpecPolicy(4, adaptive=False, forced_only=forced_only)
+    assert policy.choose(rows_of(policy, [0.5] * 3), [4] * 3, [3, 0, 9]).counts == [3, own, 4]
+    assert policy.choose(rows_of(policy, [0.5] * 2), [4] * 2).counts == [own] * 2
+
+
+def test_outcomes_of_forced_drafts_change_no_rows_own_rate() -> None:
+    policy, rows = drafting([0.9, 0.9])
+    for _ in range(500):
+        policy.record_forced(rows, [4, 4], [0, 0])
+    assert policy.records.chance[rows].tolist() == [0.9, 0.9]
+    assert policy._usual == pytest.approx(0.8) and policy._forced == pytest.approx(0.2)
+    for _ in range(500):
+        policy.record_forced(rows, [4, 4], [4, 4])
+    assert policy._forced > 0.99 and policy.records.debt[rows].tolist() == [-2000.0] * 2

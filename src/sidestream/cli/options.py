@@ -178,7 +178,8 @@ _Speculative = Annotated[
     str | None,
     _engine(
         "--speculative",
-        "Speculative decoding; drafts come from earlier text (ngram), an MTP head (mtp) or a smaller model (draft).",
+        "Speculative decoding; drafts come from earlier text (ngram), an MTP head (mtp), a smaller model (draft), or "
+        "only from grammars that leave one continuation (grammar).",
         "PROPOSER",
         "off",
     ),

@@ -27,7 +27,7 @@ from sidestream.ranks.messages import ToLeader, ToRank
 from sidestream.schedule.limits import Limits
 from sidestream.schedule.scheduler import Scheduler
 from sidestream.schedule.spec_policy import SpecPolicy
-from sidestream.speculate import Proposer
+from sidestream.speculate import GrammarProposer, Proposer
 from sidestream_kv.device.base import Device
 from sidestream_kv.device.choice import torch_device
 from sidestream_kv.device.cpu import CpuDevice
@@ -250,7 +250,12 @@ def _build_scheduler(
         tiers=transfers,
         policy=None
         if speculative is None
-        else SpecPolicy(plan.max_drafts, adaptive=speculative.adaptive, max_slowdown=speculative.max_draft_slowdown),
+        else SpecPolicy(
+            plan.max_drafts,
+            adaptive=speculative.adaptive,
+            max_slowdown=speculative.max_draft_slowdown,
+            forced_only=isinstance(plan.proposer, GrammarProposer),
+        ),
         states=None if rank.states is None or plan.region is None else (rank.states, plan.region),
         key_log=key_log,
     )

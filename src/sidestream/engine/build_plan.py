@@ -8,6 +8,7 @@ allocates none.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,12 +16,12 @@ import torch
 
 from sidestream.attention.interface import AttentionSpec
 from sidestream.attention.registry import select_backend
-from sidestream.config import EngineConfig, EngineSizes
+from sidestream.config import GRAMMAR, EngineConfig, EngineSizes
 from sidestream.errors import ConfigError
 from sidestream.runner.forward import ForwardModel
 from sidestream.runner.step_inputs import SHORT_TOKENS
 from sidestream.schedule.limits import Bounds
-from sidestream.speculate import NgramProposer, Proposer
+from sidestream.speculate import GrammarProposer, NgramProposer, Proposer
 from sidestream_kv.config import parse_bytes
 from sidestream_kv.device.base import Device
 from sidestream_kv.device.group import Group
@@ -42,6 +43,7 @@ _SHARE = 0.9
 # a small GPU, two fifths of the free memory are kept if that is less than 6 GiB.
 _ROOM_BYTES = 6 << 30
 _MOST_ROOM = 0.4
+_WITHOUT_WEIGHTS: dict[str, Callable[[], Proposer]] = {"ngram": NgramProposer, GRAMMAR: GrammarProposer}
 
 
 class ServableModel(ForwardModel, Protocol):
@@ -238,9 +240,11 @@ def _proposer(config: EngineConfig, given: Proposer | None) -> Proposer | None:
     """The given proposer, or the proposer that the config names; None: no drafts."""
     if config.speculative is None:
         return None
-    if given is None and config.speculative.proposer != "ngram":
-        raise ConfigError(f"the proposer {config.speculative.proposer} needs weights: give build_engine a proposer")
-    return NgramProposer() if given is None else given
+    if given is not None:
+        return given
+    if (name := config.speculative.proposer) not in _WITHOUT_WEIGHTS:
+        raise ConfigError(f"the proposer {name} needs weights: give build_engine a proposer")
+    return _WITHOUT_WEIGHTS[name]()
 
 
 def _scratch_blocks(proposer: Proposer | None) -> int:

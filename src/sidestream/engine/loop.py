@@ -210,7 +210,7 @@ class StepLoop:
         for part, logprobs in step.prompt_logprobs():
             self._streams.add_prompt_logprobs(part.request_id, part.start, logprobs)
         results = step.results()
-        committed = parts.scheduler.commit(step.batch, results.rows, step.last_use)
+        committed = parts.scheduler.commit(step.batch, results.rows, step.last_use, step.forced)
         if step.batch.speculates:
             self.spec_stats.count(step, results)
         if results.compared is not None:

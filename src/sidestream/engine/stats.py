@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from sidestream.config import GRAMMAR
 from sidestream.engine.output_stream import OutputStream
 from sidestream.engine.parts import Parts
 from sidestream.engine.tier_log import TierLog
@@ -255,7 +256,7 @@ def _differing(batch: BatchPlan, compared: Compared) -> Iterator[tuple[RowPlan, 
 class SpecStats:
     """Counts drafts, accepted drafts and rows without drafts.
 
-    proposer  name of the proposer in metrics
+    proposer  name of the proposer in metrics; drafts that a grammar forced count under `GRAMMAR`
     clock     function that returns the time in seconds
     """
 
@@ -268,14 +269,19 @@ class SpecStats:
 
     def count(self, step: LaunchedStep, delivered: Delivered) -> None:
         """Count the drafts of a committed step. Its plan has `BatchPlan.speculates`."""
-        metrics, proposer, drafts = self._metrics, self._proposer, step.drafts
-        lengths: Counter[float] = Counter(
-            len(result.token_ids) for result in itertools.compress(delivered.rows, drafts)
-        )
-        metrics.inc("draft_tokens_total", sum(drafts), proposer)
-        accepted = sum((length - 1) * rows for length, rows in lengths.items() if length)
-        metrics.inc("accepted_tokens_total", accepted, proposer)
-        metrics.observe_all("accept_length", lengths, proposer)
+        metrics, proposer, columns = self._metrics, self._proposer, step.batch.columns
+        ids = itertools.compress(columns.request_id, columns.samples)
+        rows = [
+            (GRAMMAR if step.forced.get(request_id) else proposer, drafts, len(result.token_ids))
+            for request_id, drafts, result in zip(ids, step.drafts, delivered.rows, strict=True)
+            if drafts
+        ]
+        for name in {proposer, GRAMMAR} if step.forced else {proposer}:
+            lengths: Counter[float] = Counter(length for by, _, length in rows if by == name)
+            metrics.inc("draft_tokens_total", sum(drafts for by, drafts, _ in rows if by == name), name)
+            accepted = sum((length - 1) * count for length, count in lengths.items() if length)
+            metrics.inc("accepted_tokens_total", accepted, name)
+            metrics.observe_all("accept_length", lengths, name)
         if step.gated:
             return  # the step's times include waits for loads
         if delivered.draft_s is not None and delivered.verify_s is not None:

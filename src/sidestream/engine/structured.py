@@ -1,15 +1,22 @@
 """Structured output between the forward pass of a step and its sampler: writes the token masks of the step's rows, and
 follows the committed tokens through the grammars. Engine thread only.
+
+Jump-ahead: what a grammar leaves no choice about is put on the device with the sampling of step N, and drafted by step
+N + 1 behind the tokens that step N draws. Such drafts are verified like all others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import compress
 from typing import NamedTuple
 
 from sidestream.grammar import TokenGrammar
 from sidestream.runner.executor import Executor, LaunchedStep
+from sidestream.schedule.request import Request
 from sidestream.schedule.scheduler import RowOutput, Scheduler
+from sidestream.types import Forced
 from sidestream_kv.types import Fence, RequestId
 
 
@@ -19,6 +26,38 @@ class Complete(NamedTuple):
     request_id: RequestId
     finish_reason: str
     error: str | None = None
+
+
+class _MaskedRow(NamedTuple):
+    """A sampling row with a grammar.
+
+    number   its index among the sampling rows
+    first    its first row of logits
+    drafts   number of its drafts
+    stop     upper bound of its tokens with KV, as planned
+    begins   whether it is a chunk of a prompt, after which its slot has no forced tokens yet
+    rest     what its grammar forced, as far as it has not drawn it; it drafts the beginning
+    """
+
+    number: int
+    first: int
+    slot: int
+    request: Request
+    grammar: TokenGrammar
+    drafts: int
+    stop: int
+    begins: bool
+    rest: tuple[int, ...]
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        """Its drafts, if the host knows them; else empty."""
+        return self.rest[: self.drafts] if len(self.rest) >= self.drafts else ()
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether its drafts were planned as forced ones, or are."""
+        return self.drafts > 0 and (bool(self.known) or self.request.forced.end > self.stop - self.drafts)
 
 
 class StructuredSampler:
@@ -35,21 +74,22 @@ class StructuredSampler:
         self._wait_for = wait_for
 
     def sample(self, step: LaunchedStep) -> LaunchedStep:
-        """Enqueue the sampling of an unsampled step, after the commit of the step before it. Blocks until the forward
-        pass has ended if a row with a grammar has drafts: its masks need the drafts, which only the device knows.
+        """Enqueue the sampling of an unsampled step, after the commit of the step before it. If a row with a grammar
+        has drafts that only the device knows, blocks until the forward pass has ended, because its masks need them.
         """
-        masked = [(row, *found) for row, found in enumerate(self._sampling_rows(step)) if found[1] is not None]
+        masked = [*self._masked_rows(step)]
         drafts: list[list[int]] = []
-        if any(count for *_, count in masked):
+        if any(row.drafts and not row.known for row in masked):
             self._wait_for(step.fence)  # rule: masks-of-drafts-wait-for-their-pass
             drafts = self._executor.drafts_of(step)
-        rows = [at + place for _, at, _, count in masked for place in range(1 + count)]
+        rows = [row.first + place for row in masked for place in range(1 + row.drafts)]
         masks, first = self._executor.open_masks(len(rows)), 0
-        for row, _, grammar, count in masked:
-            assert grammar is not None
-            grammar.fill(masks[first : first + 1 + count], drafts[row][:count] if count else ())
-            first += 1 + count
-        return self._executor.sample(step, rows)
+        for row in masked:
+            own = row.known if row.known or not row.drafts else drafts[row.number][: row.drafts]
+            row.grammar.fill(masks[first : first + 1 + row.drafts], own)
+            first += 1 + row.drafts
+        forced = {row.request.id: bool(row.known) for row in masked if row.is_forced}
+        return replace(self._executor.sample(step, rows, self._look_ahead(masked)), forced=forced)
 
     def follow(self, outputs: Sequence[RowOutput]) -> tuple[list[RowOutput], list[Complete]]:
         """Follow committed tokens. Returns the outputs, and the answers that end because of their grammar: it is
@@ -73,14 +113,26 @@ class StructuredSampler:
                 endings.append(Complete(request.id, "stop"))
         return followed, endings
 
-    def _sampling_rows(self, step: LaunchedStep) -> list[tuple[int, TokenGrammar | None, int]]:
-        """For each sampling row: its first row of logits, its grammar, and the number of its drafts. Rows of requests
-        that have ended have no grammar. Rows of preempted requests have masks for nothing: their results are dropped.
-        """
-        found, at, columns = [], 0, step.batch.columns
-        for request_id, samples, drafts in zip(columns.request_id, columns.samples, columns.drafts, strict=True):
-            if samples:
-                request = self._scheduler.get(request_id)
-                found.append((at, None if request is None else request.grammar, drafts))
-                at += 1 + drafts
+    def _look_ahead(self, masked: Sequence[_MaskedRow]) -> dict[int, Forced]:
+        """What the grammars force from now on, by request slot, for slots where something changes."""
+        found, most = dict[int, Forced](), self._executor.most_forced
+        for row in masked if most else ():
+            request = row.request
+            tokens = row.grammar.forced(row.rest, most) if request.max_drafts else ()
+            is_there = len(tokens) > 0 and tokens == row.rest and not row.begins
+            if not is_there and (tokens or request.forced.tokens):
+                found[row.slot] = request.forced = Forced(len(request.tokens), tokens)
         return found
+
+    def _masked_rows(self, step: LaunchedStep) -> Iterator[_MaskedRow]:
+        """The sampling rows with a grammar. Rows of requests that have ended have none. Rows of preempted requests have
+        masks for nothing: their results are dropped.
+        """
+        at, columns = 0, step.batch.columns
+        rows = zip(columns.request_id, columns.slot, columns.drafts, columns.stop, columns.tokens, strict=True)
+        for number, (request_id, slot, drafts, stop, chunk) in enumerate(compress(rows, columns.samples)):
+            request = self._scheduler.get(request_id)
+            if request is not None and (grammar := request.grammar) is not None:
+                rest, begins = request.forced.after(request.tokens), chunk is not None
+                yield _MaskedRow(number, at, slot, request, grammar, drafts, stop, begins, rest)
+            at += 1 + drafts

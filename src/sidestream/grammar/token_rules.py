@@ -75,6 +75,10 @@ class RuledAnswer:
             ended = [ids[-1] for ids in self._forbidden if before[len(before) - len(ids) + 1 :] == list(ids[:-1])]
             masks[number] &= ~_mask_of(ended, masks.shape[1])
 
+    def forced(self, known: Sequence[int], most: int) -> tuple[int, ...]:
+        """See `TokenGrammar`."""
+        return () if self._inner is None else self._inner.forced(known, most)
+
     def advance(self, token_ids: Sequence[int]) -> bool:
         """See `TokenGrammar`."""
         self._answer = [*self._answer, *token_ids][-self._kept :] if self._kept else []
@@ -124,6 +128,10 @@ class BudgetedAnswer:
                     masks[number] = forced
             if number < len(drafts):
                 used, tail = self._followed(used, tail, drafts[number])
+
+    def forced(self, known: Sequence[int], most: int) -> tuple[int, ...]:
+        """See `TokenGrammar`."""
+        return () if self._inner is None else self._inner.forced(known, most)
 
     def advance(self, token_ids: Sequence[int]) -> bool:
         """See `TokenGrammar`."""

@@ -1,5 +1,5 @@
-"""Triton kernels for argmax and prompt lookup. Each of them replaces tens of small torch kernels. CUDA graphs may
-capture them.
+"""Triton kernels for argmax, prompt lookup and forced tokens. Each of them replaces tens of small torch kernels. CUDA
+graphs may capture them.
 
 Their results are bit-equal to those of `ops/torch_ops.py`; tests compare both.
 """
@@ -68,3 +68,21 @@ def match_ngram(history, rows, lengths, drafts, width, stride, longest, shortest
     for number in range(count):
         position = found + 1 + number % (last - found)
         tl.store(drafts + row * count + number, tl.load(own + position).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["drafts_stride", "forced_stride", "history_stride", "width"])
+def take_forced(drafts, forced, history, slots, lengths, drafts_stride, forced_stride, history_stride, width):
+    """Replace drafts by the tokens that follow in a row's table of forced tokens, if the row's last tokens are those
+    before them in the table. Grid (rows,).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    table = forced + slot * forced_stride
+    start, count = tl.load(table), tl.load(table + 1)
+    drawn = tl.load(lengths + row) - start
+    holds = (drawn >= 0) & (drawn < count)
+    for number in range(tl.where(holds, drawn, 0)):
+        there = tl.load(history + slot * history_stride + start + number).to(tl.int64)
+        holds = holds & (there == tl.load(table + 2 + number))
+    for number in range(tl.where(holds, tl.minimum(count - drawn, width), 0)):
+        tl.store(drafts + row * drafts_stride + number, tl.load(table + 2 + drawn + number))

@@ -112,6 +112,15 @@ class Ops(Protocol):
         """
         ...
 
+    def take_forced(self, drafts: Tensor, forced: Tensor, history: Tensor, slots: Tensor, lengths: Tensor) -> None:
+        """Replace drafts by tokens that the grammars of rows leave no choice about. Overwrites `drafts`, `[R, K]`.
+
+        forced    `[S, 2 + F]` by slot: the position of the first forced token, the number of forced tokens, and these
+                  tokens. They count only if all tokens of the row from that position on are the first of them
+        history   int32 `[S, width]`; slots and lengths `[R]`, as in `match_ngram`
+        """
+        ...
+
     def update_block_tables(self, indices: Tensor, block_ids: Tensor, block_tables: Tensor) -> None:
         """Write block ids at flat indices of `block_tables`, int32 `[S, width]`. An index of -1 writes nothing."""
         ...

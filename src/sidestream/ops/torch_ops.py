@@ -56,6 +56,19 @@ class TorchOps:
         positions = found + 1 + torch.arange(count, device=history.device) % (last - found)
         return history.gather(1, positions).to(torch.int64)
 
+    def take_forced(self, drafts: Tensor, forced: Tensor, history: Tensor, slots: Tensor, lengths: Tensor) -> None:
+        start, count, tokens = forced[slots, :1], forced[slots, 1:2], forced[slots, 2:]
+        # The number of forced tokens that the row has drawn.
+        drawn = lengths[:, None] - start  # rule: forced-drafts-begin-behind-the-row
+        number = torch.arange(tokens.shape[1], device=forced.device)
+        places = (start + number).clamp(max=history.shape[1] - 1)
+        # rule: forced-drafts-follow-their-own-beginning
+        equal = (number >= drawn) | (history[slots[:, None], places] == tokens)
+        holds = (drawn >= 0) & equal.all(1, keepdim=True)
+        wanted = drawn + number[: drafts.shape[1]]
+        found = tokens.gather(1, wanted.clamp(min=0, max=tokens.shape[1] - 1))
+        drafts.copy_(torch.where(holds & (wanted < count), found, drafts))
+
     def update_block_tables(self, indices: Tensor, block_ids: Tensor, block_tables: Tensor) -> None:
         real = indices >= 0
         block_tables.view(-1)[indices[real]] = block_ids[real].to(torch.int32)

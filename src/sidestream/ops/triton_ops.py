@@ -45,6 +45,11 @@ class TritonOps:
         )
         return drafts
 
+    def take_forced(self, drafts: Tensor, forced: Tensor, history: Tensor, slots: Tensor, lengths: Tensor) -> None:
+        grid: Any = draft_kernels.take_forced[(len(slots),)]
+        strides = drafts.stride(0), forced.stride(0), history.stride(0)
+        grid(drafts, forced, history, slots, lengths, *strides, drafts.shape[1], num_warps=1)
+
     def update_block_tables(self, indices: Tensor, block_ids: Tensor, block_tables: Tensor) -> None:
         grid: Any = step_kernels.update_block_tables[(-(-len(indices) // step_kernels.LANES.value),)]
         grid(indices, block_ids, block_tables, len(indices), num_warps=4)

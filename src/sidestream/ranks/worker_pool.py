@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sidestream.config import EngineConfig
+from sidestream.config import GRAMMAR, EngineConfig
 from sidestream.errors import ConfigError, EngineStopped, ProcessFailed
 from sidestream.processes.child import how_it_ended, plain, start_child
 from sidestream.processes.frames import FrameDecoder, FrameEncoder
@@ -42,7 +42,7 @@ def check_ranks(config: EngineConfig) -> None:
     size = config.tensor_parallel
     if size == 1:
         return
-    if config.speculative is not None and config.speculative.proposer != "ngram":
+    if config.speculative is not None and config.speculative.proposer not in ("ngram", GRAMMAR):
         raise ConfigError(
             f"the proposer {config.speculative.proposer} does not run on {size} ranks yet: use ngram, or one rank"
         )

@@ -9,9 +9,10 @@ On a GPU, `launch` never waits for the device: kernels read a step's inputs from
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import compress
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -45,13 +46,13 @@ from sidestream.runner.step_inputs import (
     pack,
 )
 from sidestream.speculate import Proposer
-from sidestream.types import BatchPlan, RowPlan, TokenLogprob
+from sidestream.types import BatchPlan, Forced, RowPlan, TokenLogprob
 from sidestream_kv.device.base import Device, Memory, Stream
 from sidestream_kv.device.group import Group
 from sidestream_kv.device.kinds import on_host
 from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.kv.state_layout import StateRegion
-from sidestream_kv.types import Access, Fence, LayerGates
+from sidestream_kv.types import Access, Fence, LayerGates, RequestId
 
 MAX_STEPS = 3
 """Largest number of steps whose host memory is in use: one step runs, the next one is being launched, and the host
@@ -97,6 +98,7 @@ class LaunchedStep:
 
     unsampled      the step's rows need token masks, so only its forward pass was launched, and the fence covers no more
     masked         whether rows needed token masks
+    forced         requests whose drafts were planned as forced by their grammars, or are: whether they are
     prompt         positions whose logits give log-probabilities of prompts
     gated          whether the step waits for loads
     top_logprobs   requested numbers of log-probabilities, see `Sampler.top_logprobs_of`
@@ -113,6 +115,7 @@ class LaunchedStep:
     mailbox: Mailbox
     unsampled: UnsampledPass | None = None
     masked: bool = False
+    forced: Mapping[RequestId, bool] = field(default_factory=dict)
     prompt: PromptLogits | None = None
     on_all_ranks: Fence | None = None
 
@@ -434,6 +437,7 @@ class Executor:
             uploads=self._uploads,
             table_width=self._table_width,
             max_len=0 if proposer is None else max_len,
+            max_drafts=0 if proposer is None else max_drafts,
             hidden_size=0 if proposer is None else proposer.hidden_size,
             dtype=dtype,
         )
@@ -499,8 +503,8 @@ class Executor:
             label=_label_of(batch),
         )
         top_logprobs = self._sampler.top_logprobs_of(columns)
-        parts = gated, top_logprobs, launched_s, self._mailbox, unsampled, masked, step.prompt
-        return LaunchedStep(batch, fence, step.entry, *parts)
+        parts = gated, top_logprobs, launched_s, self._mailbox, unsampled, masked
+        return LaunchedStep(batch, fence, step.entry, *parts, prompt=step.prompt)
 
     def drafts_of(self, launched: LaunchedStep) -> list[list[int]]:
         """The drafts of the decode rows of an unsampled step, after its fence."""
@@ -511,9 +515,18 @@ class Executor:
         assert self._masks is not None
         return self._masks.open(num_rows)
 
-    def sample(self, launched: LaunchedStep, rows: Sequence[int]) -> LaunchedStep:
-        """Enqueue the sampling of a step whose forward pass was launched. `rows`: the row of logits of each mask that
-        was written to `open_masks`. Returns at once, with the complete step.
+    @property
+    def most_forced(self) -> int:
+        """Largest number of forced tokens of a slot; 0: steps have no drafts."""
+        return self._state.most_forced
+
+    def sample(
+        self, launched: LaunchedStep, rows: Sequence[int], found: Mapping[int, Forced] = MappingProxyType({})
+    ) -> LaunchedStep:
+        """Enqueue the sampling of a step whose forward pass was launched. Returns at once, with the complete step.
+
+        rows    the row of logits of each mask that was written to `open_masks`
+        found   by request slot: what its grammar forces from now on
         """
         masks, unsampled, batch = self._masks, launched.unsampled, launched.batch
         assert masks is not None and unsampled is not None
@@ -524,6 +537,8 @@ class Executor:
             with self._work.running(), torch.inference_mode():
                 read = TokenMasks(self._state.index(rows), masks.rows(len(rows))) if rows else None
                 self._work.sample(batch, unsampled.step, *unsampled.result, read)
+                if found:
+                    self._state.force(found)
 
         entry = launched.entry.access(write=True)
         fence = self._stream.submit(

@@ -384,6 +384,8 @@ class Forward:
         history = state.history[:, :-1]
         context = Context(history, slots, rows.lengths, rows.tokens, rows.hidden, attend, self._ops)
         tokens = proposer.propose(context, sizes.draft_len)
+        # rule: forced-tokens-are-drafted
+        self._ops.take_forced(tokens, state.forced, history, slots, rows.lengths)
         if self._group is not None:
             tokens = tokens.contiguous()
             self._group.broadcast(tokens)  # rule: drafts-are-those-of-rank-0

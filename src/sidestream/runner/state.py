@@ -15,7 +15,7 @@ as on a GPU, so that tests notice a region that is overwritten too early.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from sidestream.errors import InvariantError
 from sidestream.ops.interface import SlotTensors
 from sidestream.ops.rules import COLUMNS, SamplingTensors, sampling_row
-from sidestream.types import RowStart, SamplingSpec
+from sidestream.types import Forced, RowStart, SamplingSpec
 from sidestream_kv.device.base import Device
 from sidestream_kv.device.kinds import CPU, SIM, on_host
 from sidestream_kv.types import Access
@@ -208,10 +208,12 @@ class DecodeState:
     history        int32 `[num_slots + 1, max_len + 1]`, all tokens of each slot; empty without `max_len`. The last
                    column takes writes that are not used
     hidden         `[num_slots + 1, hidden_size]`: the model's hidden state at the last position that has KV
+    forced         int64 `[num_slots + 1, 2 + most_forced]`: tokens that the slot's grammar leaves no choice about, see
+                   `Ops.take_forced`
     padding_slot   number of an additional slot for padding, which no request reads
 
-    `lengths`, `history` and `hidden` are used only with drafts. The tables of penalties, `[num_slots + 1, vocab_size]`
-    with 5 bytes an entry, are allocated when the first slot needs them; on a GPU, that is the warm-up.
+    `lengths`, `history`, `hidden` and `forced` are used only with drafts. The tables of penalties, `[num_slots + 1,
+    vocab_size]` with 5 bytes an entry, are allocated when the first slot needs them; on a GPU, that is the warm-up.
     """
 
     def __init__(
@@ -223,11 +225,13 @@ class DecodeState:
         uploads: Uploads | None = None,
         table_width: int = 0,
         max_len: int = 0,
+        max_drafts: int = 0,
         hidden_size: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """`uploads`: copies numbers from the host to the device; None: the device is a CPU. `max_len`: largest number
-        of tokens of a slot; 0: there is no `history`. `dtype`: dtype of hidden states.
+        of tokens of a slot; 0: there is no `history`. `max_drafts`: largest number of drafts of a row. `dtype`: dtype
+        of hidden states.
         """
         self.num_slots = self.padding_slot = num_slots
         self.vocab_size = vocab_size
@@ -248,6 +252,9 @@ class DecodeState:
         self.history = self._zeros((num_slots + 1, max_len + 1 if max_len else 0), np.int32)
         zeros = self._zeros(((num_slots + 1) * max(1, hidden_size) * dtype.itemsize,), np.uint8)
         self.hidden = zeros.view(dtype).view(num_slots + 1, -1)[:, :hidden_size].contiguous()
+        # The tokens of the step that runs when the host looks, and the drafts of the step after it.
+        self.most_forced = 1 + 2 * max_drafts if max_drafts else 0
+        self.forced = self._zeros((num_slots + 1, 2 + self.most_forced), np.int64)
         self._output_counts: Tensor | None = None
         self._in_prompt: Tensor | None = None
 
@@ -287,6 +294,8 @@ class DecodeState:
         self.last_tokens[slots] = last  # rule: slot-begins-with-its-last-token
         self.adapters[slots] = adapter  # rule: row-computes-with-its-own-adapter
         self.rules.numbers[slots] = rules  # rule: row-samples-with-its-own-options
+        if self.most_forced:
+            self.forced.index_fill_(0, slots, 0)  # rule: slot-begins-without-forced-tokens
         if self.keeps_history and (total := sum(counts)):
             known = np.fromiter(
                 chain.from_iterable(chain(start.prompt, start.outputs) for _, start in begins), np.int32, total
@@ -297,6 +306,15 @@ class DecodeState:
         for slot, start in begins:
             if start.sampling.penalised:
                 self._fill_tables(slot, start)  # not for other slots: their tables are never read
+
+    def force(self, found: Mapping[int, Forced]) -> None:
+        """Record what the grammars of some slots leave no choice about, at most `most_forced` tokens of each. Later
+        steps draft them.
+        """
+        table = np.zeros((len(found), self.forced.shape[1]), np.int64)
+        for line, forced in zip(table, found.values(), strict=True):
+            line[: 2 + len(forced.tokens)] = forced.start, len(forced.tokens), *forced.tokens
+        self.forced[self.index([*found])] = self.index(table.reshape(-1)).view(table.shape)
 
     def sampling_of(self, slot: int) -> SlotSampling:
         """The sampling options of a slot that the host applies. Raises InvariantError if `begin` was never called for

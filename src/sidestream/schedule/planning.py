@@ -527,10 +527,12 @@ class DecodePlanner:
         """Number of drafts for each request."""
         if not (self._policy.max_drafts and requests):
             return [0] * len(requests)
-        chosen = self._policy.reuse(len(requests))
+        # Drafts in flight count as accepted: the row's last token is then the one at `launched_len`.
+        forced = [max(0, one.forced.end - one.launched_len - 1) if one.forced.tokens else 0 for one in requests]
+        chosen = None if any(forced) else self._policy.reuse(len(requests))
         if chosen is None:
             room = [request.last_len - request.launched_len - 1 for request in requests]
-            chosen = self._policy.choose([request.spec_record for request in requests], room)
+            chosen = self._policy.choose([request.spec_record for request in requests], room, forced)
         step.undrafted.update(chosen.undrafted)
         return chosen.counts
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from sidestream.config import CacheOptions
 from sidestream.grammar import TokenGrammar
-from sidestream.types import BatchPlan, CachedTokens, SamplingSpec
+from sidestream.types import BatchPlan, CachedTokens, Forced, SamplingSpec
 from sidestream_kv.kv.pool import Lease
 from sidestream_kv.types import BlockId, Fence, Key, RequestId
 
@@ -136,6 +136,8 @@ class Request:
     """What tiers may do for it; None: the usual."""
     grammar: TokenGrammar | None = None
     """Follows its answer, and says which tokens may come next; None: any. The engine changes it with each commit."""
+    forced: Forced = field(default_factory=Forced)
+    """The only continuation that its grammar leaves, as of the last sampled step. The engine changes it with each."""
     name: str = ""
     """The caller's name of the request."""
 

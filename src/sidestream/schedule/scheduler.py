@@ -19,7 +19,7 @@ Both use, from above to below:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,11 +90,16 @@ class Committer:
         self._prefix_cache = prefix_cache
         self._policy = policy
 
-    def commit(self, batch: BatchPlan, results: Sequence[RowResult], fence: Fence) -> Committed:
-        """Append the step's tokens to its requests. `results`: one for each row that samples, in order."""
+    def commit(
+        self, batch: BatchPlan, results: Sequence[RowResult], fence: Fence, forced: Container[RequestId]
+    ) -> Committed:
+        """Append the step's tokens to its requests. `results`: one for each row that samples, in order. `forced`: see
+        `Scheduler.commit`.
+        """
         outputs: list[RowOutput] = []
         completed: list[tuple[Request, int]] = []
         drafted: list[tuple[int, int, int]] = []
+        sure: list[tuple[int, int, int]] = []
         invalidated: list[Key] = []
         requests, size, running = self._queues.unfinished, self._limits.block_tokens, State.RUNNING
         columns, results_left = batch.columns, iter(results)
@@ -121,7 +126,8 @@ class Committer:
                     if drafts:
                         request.settle_drafts(drafts, len(result.token_ids))
                         if result.token_ids:  # else the logits were not finite, and no draft was verified
-                            drafted.append((request.spec_record, drafts, len(result.token_ids) - 1))
+                            outcomes = sure if request.id in forced else drafted
+                            outcomes.append((request.spec_record, drafts, len(result.token_ids) - 1))
             request.committed_len = committed_len
             if result is not None and not result.finite:  # rule: blocks-of-non-finite-logits-are-not-published
                 invalidated += self._prefix_cache.invalidate(request)
@@ -134,6 +140,8 @@ class Committer:
                 completed.append((request, complete))
         if drafted:
             self._policy.record_accepted(*zip(*drafted, strict=True))
+        if sure:
+            self._policy.record_forced(*zip(*sure, strict=True))
         return Committed(tuple(outputs), tuple(completed), fence, tuple(invalidated))
 
     def publish(self, committed: Committed) -> StorePlan | None:
@@ -413,14 +421,21 @@ class Scheduler:
             if request is not None and request.epoch == epoch:  # rule: step-of-an-older-epoch-leaves-no-fence
                 request.last_fence = fence  # rule: step-leaves-its-fence
 
-    def commit(self, batch: BatchPlan, results: Sequence[RowResult], fence: Fence) -> Committed:
+    def commit(
+        self,
+        batch: BatchPlan,
+        results: Sequence[RowResult],
+        fence: Fence,
+        forced: Container[RequestId] = (),
+    ) -> Committed:
         """Apply the results of a step that has ended (with several ranks: on rank 0). The caller must then call
-        `publish`. `results`: one for each row that samples.
+        `publish`. `results`: one for each row that samples. `forced`: requests whose drafts were planned as forced
+        by their grammars, or are.
 
         Rows of finished or preempted requests are dropped. The caller must `finish` the requests that end.
         """
         self._committed = (fence,)
-        return self._committer.commit(batch, results, fence)
+        return self._committer.commit(batch, results, fence, forced)
 
     def publish(self, committed: Committed) -> StorePlan | None:
         """Make the blocks findable that a commit completed. Returns a plan to store those blocks that were not loaded

@@ -9,6 +9,9 @@ each row gets those drafts that are likely enough to be accepted.
 
 A row whose own drafts are rejected still waits for the drafts of other rows. The policy counts this cost as the row's
 debt, in tokens. If the debt exceeds what `max_slowdown` allows, only depths that do not increase it are chosen.
+
+Drafts that a grammar forces (its only continuation) have an accept rate of their own, which all requests share. A model
+rejects them only where the row went on in another way than expected.
 """
 
 from __future__ import annotations
@@ -36,6 +39,8 @@ _USUAL_WEIGHT = 0.02
 # be measured again after it has improved.
 _OPTIMISTIC_RATE = 0.8
 _OPTIMISTIC_EVERY = 16
+# Lowest accept rate that is assumed of forced drafts, so that they are tried now and then.
+_LEAST_FORCED_RATE = 0.2
 # Assumed cost of one more draft for each row, as a share of the time of a step without drafts, until this cost was
 # measured. A row gets a draft if its chance to be accepted exceeds half of the measured cost (within these bounds),
 # because the rows share this cost.
@@ -195,6 +200,12 @@ def _least_rates(chances: Sequence[float]) -> list[float]:
     return [chance ** (1 / count) for count, chance in enumerate(chances, 1)]
 
 
+def _moved(rate: float, accepted: int, failed: int) -> float:
+    """An accept rate of all rows, after some more drafts."""
+    tries = accepted + failed
+    return rate + (1 - (1 - _USUAL_WEIGHT) ** tries) * (accepted / tries - rate) if tries else rate
+
+
 def _num_drafts(chance: float, most: int, least: Sequence[float]) -> int:
     """Number of drafts for a row with accept rate `chance`, at most `most`. `least`: see `_least_rates`."""
     while most and chance <= least[most - 1]:
@@ -215,15 +226,20 @@ class SpecPolicy:
 
     adaptive      False: every row always gets as many drafts as it may have
     max_slowdown  with `adaptive`: share by which drafts may slow down a request from its start to its end
+    forced_only   only rows with forced drafts get drafts
     records       outcomes of the drafts of each request
     """
 
-    def __init__(self, max_drafts: int, *, adaptive: bool = True, max_slowdown: float = 0.005) -> None:
+    def __init__(
+        self, max_drafts: int, *, adaptive: bool = True, max_slowdown: float = 0.005, forced_only: bool = False
+    ) -> None:
         self.max_drafts = max_drafts
         self.adaptive = adaptive
         self.max_slowdown = max_slowdown
+        self.forced_only = forced_only
         self.records = DraftRecords()
         self._usual = _OPTIMISTIC_RATE
+        self._forced = _OPTIMISTIC_RATE
         self._num_added = 0
         self._steps: dict[int, _StepTimes] = {}
         self._none: Chosen | None = None
@@ -261,10 +277,14 @@ class SpecPolicy:
         chances[failed] *= 1 - _ACCEPT_WEIGHT
         records.chance[rows] = chances
         records.debt[rows] -= right
-        num_accepted = int(right.sum())
-        tries = num_accepted + int(failed.sum())
-        if tries:
-            self._usual += (1 - (1 - _USUAL_WEIGHT) ** tries) * (num_accepted / tries - self._usual)
+        self._usual = _moved(self._usual, int(right.sum()), int(failed.sum()))
+
+    def record_forced(self, numbers: Sequence[int], drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """The same as `record_accepted`, for rows with forced drafts."""
+        right = np.array(accepted, np.int64)
+        self.records.debt[np.array(numbers, np.int64)] -= right
+        failed = int(np.count_nonzero(right < np.array(drafted, np.int64)))
+        self._forced = max(_moved(self._forced, int(right.sum()), failed), _LEAST_FORCED_RATE)
 
     def reuse(self, num_rows: int) -> Chosen | None:
         """The last choice, if it was depth 0 for the same number of rows and is recent; None: call `choose`."""
@@ -274,13 +294,17 @@ class SpecPolicy:
         self._reused += 1
         return none
 
-    def choose(self, numbers: Sequence[int], room: Sequence[int]) -> Chosen:
-        """Choose the number of drafts of each decode row of a step. Call it after `reuse` returned None.
+    def choose(self, numbers: Sequence[int], room: Sequence[int], forced: Sequence[int] = ()) -> Chosen:
+        """Choose the number of drafts of each decode row of a step. Call it after `reuse` returned None, or if a row
+        has forced drafts.
 
-        room  largest number of drafts of each row; 0 or less at the end of an answer
+        room    largest number of drafts of each row; 0 or less at the end of an answer
+        forced  number of forced drafts of each row, which then gets no others; empty: no row has any
         """
         rows, left = np.array(numbers, np.int64), np.array(room, np.int64)
-        wanted = self.records.wanted[rows]
+        ahead = np.array(forced or [0] * len(rows), np.int64)
+        bounds = np.where(ahead > 0, ahead, 0 if self.forced_only else self.max_drafts)
+        wanted = np.minimum(self.records.wanted[rows], bounds)
         most = np.maximum(np.minimum(np.minimum(wanted, left), self.max_drafts), 0)
         if not self.adaptive:
             return self._chosen(most, most, wanted, "chance")
@@ -296,7 +320,8 @@ class SpecPolicy:
             steps.measuring = 0 if enough or steps.measuring == _MEASURING_AT_MOST else steps.measuring + 1
             counts, reason = np.zeros(len(most), np.int64), "measuring"
         else:
-            counts, reason = self._counts(rows, most, steps, ratios, passed)
+            chances = np.where(ahead > 0, self._forced, self.records.chance[rows])
+            counts, reason = self._counts(rows, chances, most, steps, ratios, passed)
         self._loss = ratios[int(counts.max(initial=0))] - 1
         self.records.debt[rows] += self._loss - passed * self.max_slowdown
         chosen = self._chosen(counts, most, wanted, reason or "chance")
@@ -312,14 +337,14 @@ class SpecPolicy:
         return Chosen(counts.tolist(), undrafted)
 
     def _counts(
-        self, rows: Ints, most: Ints, steps: _StepTimes, ratios: Sequence[float], passed: int
+        self, rows: Ints, chances: Floats, most: Ints, steps: _StepTimes, ratios: Sequence[float], passed: int
     ) -> tuple[Ints, str | None]:
         """Number of drafts for each row at the best depth, and the reason if that depth is 0.
 
-        passed  number of steps since the last choice, including this step
+        chances  accept rate of each row
+        passed   number of steps since the last choice, including this step
         """
         records = self.records
-        chances = records.chance[rows]
         least = _least_rates(
             [min(max(_SHARE * (more - less), _LEAST_CHANCE), _MOST_CHANCE) for less, more in pairwise(ratios)]
         )
@@ -351,9 +376,9 @@ class SpecPolicy:
         `in_debt`; and the reason if that depth is 0.
         """
         # Expected numbers of accepted first, second, … drafts, over all rows.
-        accepted, powers = [float(chances.sum())], chances
+        accepted, powers = list[float](), np.ones(len(chances))
         while len(accepted) < self.max_drafts:
-            powers = powers * chances
+            powers = powers * np.where(most > len(accepted), chances, 0)
             accepted.append(float(powers.sum()))
         bounds = set(most[in_debt].tolist()) if in_debt.any() else ()
         # For each largest number of drafts, the lowest accept rate of the rows in debt.

@@ -1,5 +1,5 @@
 """Speculative decoding: proposers that draft tokens on the device. Knows nothing about requests or blocks."""
 
-from sidestream.speculate.proposer import Context, NgramProposer, Proposer, StepTokens
+from sidestream.speculate.proposer import Context, GrammarProposer, NgramProposer, Proposer, StepTokens
 
-__all__ = ["Context", "NgramProposer", "Proposer", "StepTokens"]
+__all__ = ["Context", "GrammarProposer", "NgramProposer", "Proposer", "StepTokens"]

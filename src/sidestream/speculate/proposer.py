@@ -81,7 +81,7 @@ class Proposer(Protocol):
         ...
 
     def propose(self, context: Context, count: int) -> Tensor:
-        """Propose the next `count` tokens of each row: int64 `[R, count]`.
+        """Propose the next `count` tokens of each row: int64 `[R, count]`, contiguous; the caller may overwrite them.
 
         The result depends only on the row's own tokens, not on other rows or earlier drafts. The proposer may write its
         own KV at the row's last position and after it; `follow` computes these positions again. Enqueues on the current
@@ -119,6 +119,21 @@ class NgramProposer:
         return context.ops.match_ngram(
             context.history, context.rows, context.lengths, count, longest=self.longest, shortest=self.shortest
         )
+
+    def follow(self, step: StepTokens) -> None:
+        """Does nothing, because the proposer has no state."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarProposer:
+    """Has no drafts of its own: only rows whose grammar leaves no choice get drafts, see `Ops.take_forced`."""
+
+    name: str = "grammar"
+    hidden_size: int = 0
+    num_layers: int = 0
+
+    def propose(self, context: Context, count: int) -> Tensor:
+        return context.tokens[:, None].repeat(1, count)
 
     def follow(self, step: StepTokens) -> None:
         """Does nothing, because the proposer has no state."""
