@@ -60,12 +60,12 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 # Lines of today, rounded up. A part that must grow first says what it makes unnecessary; a part that shrank gets a
 # lower bound.
 LINES = {
-    "sidestream_kv": 17_960,
+    "sidestream_kv": 18_020,
     "sidestream_order": 6_050,
-    "sidestream": 47_200,
-    "proof": 21_800,
+    "sidestream": 47_220,
+    "proof": 21_830,
     "bench": 10_430,
-    "tests": 67_650,
+    "tests": 67_720,
 }
 
 
