@@ -299,6 +299,18 @@ _LATER = "copies are submitted in another order, but each with all its waits"
 EQUIVALENT = (
     Equivalent(
         Mutation(
+            name="buffer-belongs-to-one-store",
+            hazard="H3",
+            change=DropOperand("_busy"),
+            consequence="a store writes the buffer with whose bytes another store is compared",
+            needs=frozenset({"offload"}),
+        ),
+        "workloads store KV as it is",
+        noticed_by="offload/test_eight_bit.py::test_blocks_are_found_when_packed_and_read_when_unpacked",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
             name="missed-load-releases-its-slots",
             hazard="H22",
             consequence="the blocks of a load that misses one of them are never released",

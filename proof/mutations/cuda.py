@@ -5,17 +5,19 @@ removes the other tables' rules on a real GPU.
 
 from __future__ import annotations
 
-from proof.mutations.operators import Delete, Never, Operator
+from proof.mutations.operators import Always, Delete, Never, Operator
 from proof.mutations.tables import Equivalent, Exempt, Mutation
 
 _DELETE = Delete()
 _STREAMS = "test_cuda_streams.py"
 
 
-def _on_gpu(name: str, hazard: str, consequence: str, noticed_by: str, change: Operator = _DELETE) -> Equivalent:
+def _on_gpu(
+    name: str, hazard: str, consequence: str, noticed_by: str, change: Operator = _DELETE, at: str = ""
+) -> Equivalent:
     """`noticed_by`: file below `tests/device/`, two colons, function."""
     return Equivalent(
-        Mutation(name=name, hazard=hazard, change=change, consequence=consequence),
+        Mutation(name=name, hazard=hazard, change=change, consequence=consequence, at=at),
         "schedules run on the simulated device",
         noticed_by=f"device/{noticed_by}",
         unreached=True,
@@ -101,6 +103,22 @@ EQUIVALENT = (
         "a wait for work on a GPU ends at once, and the host reads tokens that are not there yet",
         "test_cuda_forecast.py::test_a_wait_sleeps_until_shortly_before_the_forecast_end_and_then_polls",
         Never(),
+    ),
+    _on_gpu(
+        "blocks-are-unpacked-after-they-have-arrived",
+        "H5",
+        "a kernel unpacks a buffer into which the packed blocks have not been copied yet",
+        "test_cuda_copies.py::test_blocks_are_unpacked_after_they_have_arrived_on_the_device",
+        Never(),
+        at="vectors-are-converted-on-the-device",
+    ),
+    _on_gpu(
+        "blocks-are-packed-before-they-leave",
+        "H1",
+        "a buffer is copied to host memory before a kernel has packed the blocks into it",
+        "test_cuda_copies.py::test_blocks_are_packed_before_they_leave_the_device",
+        Always(),
+        at="vectors-are-converted-on-the-device",
     ),
     _on_gpu(
         "memory-is-unpinned-after-its-pinning",

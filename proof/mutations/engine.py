@@ -13,6 +13,7 @@ from proof.mutations.operators import (
     MoveAfter,
     Never,
     Once,
+    Rewrite,
     SetArgument,
     Swap,
     Unwrap,
@@ -274,6 +275,18 @@ MUTATIONS = (
 )
 
 EQUIVALENT = (
+    Equivalent(
+        Mutation(
+            name="keys-contain-the-form-in-tiers",
+            hazard="H14",
+            at="keys-of-the-served-model",
+            change=Rewrite("tier_layout", "model.layout"),
+            consequence="an engine whose tiers are exact finds blocks that came back from 8 bits",
+        ),
+        "workloads store KV as it is",
+        noticed_by="engine/test_eight_bit_tiers.py::test_engines_with_and_without_8_bits_have_different_keys",
+        unreached=True,
+    ),
     Equivalent(
         Mutation(
             name="weights-that-were-not-taken-end-the-engine",

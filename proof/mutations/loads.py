@@ -112,6 +112,17 @@ _GONE = "the fault needs an earlier store that evicts source blocks of a load be
 EQUIVALENT = (
     Equivalent(
         Mutation(
+            name="head-arrives-within-the-deadline",
+            hazard="H26",
+            change=Never(),
+            consequence="a request waits for more blocks than arrive within the deadline",
+            needs=frozenset({"slow_tier"}),
+        ),
+        "the wait ends at the deadline anyway, and the request computes what has not arrived: only time is lost",
+        noticed_by="offload/test_costs.py::test_a_load_longer_than_the_deadline_is_cut_where_the_deadline_ends",
+    ),
+    Equivalent(
+        Mutation(
             name="layer-waits-for-all-pieces",
             hazard="H5",
             at="layer-gates",

@@ -323,6 +323,17 @@ _SAVES_TIME = "saves work only: "
 EQUIVALENT = (
     Equivalent(
         Mutation(
+            name="checkpoint-is-loaded-with-its-whole-prefix",
+            hazard="H26",
+            change=Never(),
+            consequence="a request waits for a part of a prefix at whose end there is no recurrent state",
+            needs=frozenset({"disk", "states"}),
+        ),
+        "without the state, the request computes the prefix: only time is lost",
+        noticed_by="schedule/test_tiers.py::test_a_prefix_with_recurrent_state_is_loaded_whole_or_not_at_all",
+    ),
+    Equivalent(
+        Mutation(
             name="prompt-with-log-probabilities-is-computed",
             hazard="H12",
             consequence="a prompt's cached tokens have no log-probabilities",

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from sidestream.engine.parts import Parts
 from sidestream.schedule.allocation import Reuse
@@ -170,6 +171,13 @@ def lost_hits(parts: Parts, request: Request, reuse: Reuse) -> Iterator[str]:
         assert parts.transfers is not None
         return parts.transfers.worth_loading(found[1], num_blocks=count, num_partial=found[2])
 
+    def is_worth_waiting(found: tuple[int, list[str], int]) -> bool:
+        """A prefix with a recurrent state at its end is loaded whole; of any other, a head may be."""
+        if parts.states is not None:
+            return is_worth(found, None)
+        assert parts.transfers is not None
+        return parts.transfers.head(found[1], num_partial=found[2]) > sum(1 for _ in takewhile(HOST.__eq__, found[1]))
+
     (alone, *_), host, slow = most(lambda key: None), most(in_host), most(in_any)
     who = f"request {request.id} reuses {reuse.num_blocks} blocks"
     if reuse.num_blocks < alone:
@@ -178,7 +186,7 @@ def lost_hits(parts: Parts, request: Request, reuse: Reuse) -> Iterator[str]:
         yield f"{who}, and {host[0]} are on the device or in host memory"
     loading = sum(other.state is State.LOADING for other in scheduler._queues.waiting.values())
     may_wait = not request.avoid_disk and request.promotions < limits.max_promotions and loading < scheduler.slots.size
-    if slow[0] > host[0] and may_wait and is_worth(slow, None):
+    if slow[0] > host[0] and may_wait and is_worth_waiting(slow):
         yield f"{who} and does not wait for slower tiers, and {slow[0]} are on the device or in tiers"
 
 

@@ -62,6 +62,8 @@ def test_the_old_name_of_an_option_gives_its_new_name(run: Run, old: str, new: s
         (["--offload-write-policy", "all"], "--offload-write-policy is all, but nothing is kept on disk"),
         (["--offload-disk", "kv", "--offload-write-policy", "most"], "--offload-write-policy is 'most': give all or"),
         (["--load-deadline", "3"], "--load-deadline is 3, but offload is off"),
+        (["--offload-kv-dtype", "int8"], "--offload-kv-dtype is int8, but offload is off"),
+        (["--offload-host", "1GiB", "--offload-kv-dtype", "fp8"], "--offload-kv-dtype is 'fp8': give auto or int8"),
         (["--offload-host", "1GiB", "--load-deadline", "nan"], "--load-deadline is nan: give a positive number"),
         (["--temperature", "nan"], "--temperature is nan: it must be a number in [0.0, 100.0]"),
         (["--max-tokens", "-1"], "--max-tokens is -1: it must be a whole number in [1, "),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,10 @@ from sidestream_kv.device.base import CopyBatch, Memory
 from sidestream_kv.device.cuda import CudaDevice, copies
 from sidestream_kv.device.cuda.copies import GRID_BELOW, KERNEL_BELOW, Grid, Segments, addresses_of, plan
 from sidestream_kv.device.cuda.stream import CudaFence, CudaStream
+from sidestream_kv.device.eight_bit import pack, unpack
+from sidestream_kv.kv.eight_bit import EightBitLayout
+from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.types import Vectors
 
 KIB = 1 << 10
 ANY_PITCH = 2**31 - 1
@@ -223,8 +227,24 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             target + (ctypes.c_int64.from_address(offset_address).value if offset_address else 0), source, num_bytes
         )
 
+    def convert_segments(
+        segments: int, stage: int, count: int, num_bytes: int, form: Vectors, *, unpacks: bool, table: bool = True
+    ) -> None:
+        launched.append(f"{count} {'unpacked' if unpacks else 'packed'}{'' if table else ' without a table'}")
+        if not count:
+            return
+        plain_bytes = num_bytes // form.packed_bytes * form.plain_bytes
+        for index in range(count):
+            start = ctypes.c_int64.from_address(segments + 8 * index).value if table else segments
+            packed, plain = stage + index * num_bytes, start
+            source, size = (packed, num_bytes) if unpacks else (plain, plain_bytes)
+            taken = torch.frombuffer((ctypes.c_uint8 * size).from_address(source), dtype=torch.uint8)
+            made = (unpack if unpacks else pack)(taken, form).contiguous()
+            ctypes.memmove(plain if unpacks else packed, made.data_ptr(), made.numel())
+
     fake = types.ModuleType("sidestream_kv.device.cuda.kernels")
     fake.copy_segments, fake.deliver = copy_segments, deliver  # type: ignore[attr-defined]
+    fake.convert_segments = convert_segments  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "sidestream_kv.device.cuda.kernels", fake)
     monkeypatch.setattr("sidestream_kv.device.cuda.kernels", fake, raising=False)
     return launched
@@ -325,15 +345,14 @@ def test_striped_blocks_are_copied_by_two_dimensional_copies_both_ways(device: C
 
 @pytest.fixture
 def in_order(kernels: list[str], gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernel that copies segments runs when its stream, the last one that was made, comes to it."""
+    """The kernels that copy and convert segments run when their stream, the last one that was made, comes to them."""
     module = sys.modules["sidestream_kv.device.cuda.kernels"]
-    at_once = module.copy_segments
 
-    def launch(table_address: int, count: int, **kwargs: Any) -> None:
-        handle = max(gpu.queues)
-        gpu.queues[handle].append(lambda: at_once(table_address, count, **kwargs))
+    def in_turn(at_once: Callable[..., None]) -> Callable[..., None]:
+        return lambda *args, **kwargs: gpu.queues[max(gpu.queues)].append(lambda: at_once(*args, **kwargs))
 
-    monkeypatch.setattr(module, "copy_segments", launch)
+    for name in ("copy_segments", "convert_segments"):
+        monkeypatch.setattr(module, name, in_turn(getattr(module, name)))
     return kernels
 
 
@@ -373,6 +392,61 @@ def test_layers_apart_are_copied_one_by_one_without_a_buffer_or_a_table(
         pass
     copied(device, gpu, batch(slots, [0, 4 * stripe], kv, [4 * stripe, 0], 4 * stripe), first=1)
     assert (gpu.calls, kernels) == (["batch of 4", "batch of 4"], [])
+
+
+FORM = EightBitLayout(KVLayout(1, 2, 16, 8, "float32")).packed
+
+
+def converted(device: CudaDevice, gpu: FakeGpu, *, unpacks: bool, segments: int = 5, stage: int = 3) -> None:
+    """Pack or unpack blocks, with a buffer for `stage` of them, and compare every byte."""
+    plain_bytes, size = 32 * FORM.plain_bytes, 32 * FORM.packed_bytes
+    kv, host = memory("kv", 8 * plain_bytes), memory("host", 8 * size)
+    kv.data.view(torch.float32).copy_(torch.randn(8 * plain_bytes // 4))
+    host.data.copy_(pack(kv.data.flip(0).view(torch.float32).nan_to_num(0).view(torch.uint8), FORM))
+    order = np.random.default_rng(0).permutation(8)[:segments]
+    blocks, slots = np.arange(segments) * plain_bytes, order * size
+    if unpacks:
+        copy, convert = CopyBatch(host, kv, slots, blocks, size, unpacks=FORM), unpack
+    else:
+        copy, convert = CopyBatch(kv, host, blocks, slots, size, packs=FORM), pack
+    expected = [
+        convert(copy.source.data[start : start + copy.source_size].clone(), FORM)
+        for start in copy.source_starts.tolist()
+    ]
+    device.make_stages(count=1, num_bytes=stage * size)
+    stream = device.stream("copy")
+    fences = [*parts(stream, device.prepare(copy), 1, segments)]
+    gpu.run()
+    assert [fence.failure for fence in fences] == [None] * len(fences)
+    for start, wanted in zip(copy.target_starts.tolist(), expected, strict=True):
+        assert torch.equal(copy.target.data[start : start + copy.target_size], wanted)
+
+
+def test_blocks_are_packed_before_they_leave_the_device(device: CudaDevice, gpu: FakeGpu, in_order: list[str]) -> None:
+    converted(device, gpu, unpacks=False)
+    assert (in_order, gpu.calls) == (["1 packed", "3 packed", "1 packed"], ["batch of 1", "batch of 3", "batch of 1"])
+
+
+def test_blocks_are_unpacked_after_they_have_arrived_on_the_device(
+    device: CudaDevice, gpu: FakeGpu, in_order: list[str]
+) -> None:
+    converted(device, gpu, unpacks=True)
+    assert in_order == ["1 unpacked", "3 unpacked", "1 unpacked"]
+
+
+def test_blocks_are_converted_one_by_one_when_no_table_is_free(
+    device: CudaDevice, gpu: FakeGpu, in_order: list[str]
+) -> None:
+    device._tables = []
+    converted(device, gpu, unpacks=True, segments=2)
+    assert in_order == ["1 unpacked without a table"] * 2
+
+
+def test_blocks_are_not_converted_without_a_buffer_for_one(device: CudaDevice, kernels: list[str]) -> None:
+    kv, host = memory("kv", 32 * FORM.plain_bytes), memory("host", 32 * FORM.packed_bytes)
+    stream = device.stream("copy")
+    copy = CopyBatch(kv, host, np.array([0]), np.array([0]), host.num_bytes, packs=FORM)
+    assert "no buffer of 640 bytes" in str(stream.submit_copy(device.prepare(copy), 0, 1).failure)
 
 
 def test_a_kernels_table_is_not_reused_before_the_kernel_has_read_it(
@@ -437,3 +511,9 @@ def test_warm_up_launches_each_kernel_variant_and_releases_its_buffers(
     device.warm_up()
     assert kernels == ["8 bytes", "1 segments aligned", "1 bytes", "1 segments"]
     assert (len(device._tables), gpu.pinned) == (free, pinned)
+
+
+def test_warm_up_launches_the_kernels_that_convert_blocks(device: CudaDevice, kernels: list[str]) -> None:
+    device.warm_up(converts=FORM)
+    ways = [f"0 {way}{how}" for way in ("packed", "unpacked") for how in (" without a table", "")]
+    assert kernels[-4:] == ways

@@ -114,6 +114,23 @@ def test_the_last_blocks_of_an_answer_are_stored_without_a_further_step(tmp_path
         assert rig.ask([*whole, 1]).cached.disk == 40
 
 
+def test_a_tail_on_a_slow_disk_is_computed_behind_the_head_from_host_memory(tmp_path: Path) -> None:
+    with serving(slots=24, disk=tmp_path) as rig:
+        rig.ask(PROMPT)
+        rig.settle()
+        rig.forget_device()
+        transfers, costs = rig.engine.parts.transfers, rig.engine.parts.costs
+        assert transfers is not None and costs is not None
+        last = rig.engine.parts.scheduler.keys_of(PROMPT)[REUSABLE // 4 - 1]
+        transfers.forget([last], ("host",))
+        rig.turn_until(lambda: transfers.locate([last]) == ["disk"])
+        costs.prefill_rate = 1000.0  # 4 ms for a block, and 20 ms to read it
+        for _ in range(5):
+            costs.saw_transfer("disk", rig.model.layout.block_bytes, 0.02)
+        assert rig.ask(PROMPT).cached == CachedTokens(host=REUSABLE - 4)
+        assert rig.counted("transfers_total", "disk-read", "done") == 0
+
+
 def test_a_disk_gets_reused_blocks_while_serving_and_the_others_by_a_flush(tmp_path: Path) -> None:
     with serving(slots=48, disk=tmp_path, disk_blocks=16, write_policy="reused") as rig:
         transfers, (old, once, again) = rig.engine.parts.transfers, prompts(7, 3, longest=30)

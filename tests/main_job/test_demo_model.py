@@ -80,6 +80,24 @@ def test_a_conversation_evicted_from_the_pool_continues_with_equal_tokens(
     assert back.token_ids == cold.token_ids
 
 
+def test_kv_in_8_bits_changes_log_probabilities_little(model: str, ids: list[int], tmp_path: Path) -> None:
+    asked = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
+    offload = OffloadConfig(host="32MiB", disk=tmp_path, disk_capacity="64MiB", write_policy="all", kv_dtype="int8")
+    with LLM(model, dtype="float32", kv_memory="32MiB", chunk_tokens=64, offload=offload) as llm:
+        cold = llm.generate([ids[:300]], asked)[0]
+        assert llm.flush()
+        for tiers in (["device"], ["device", "host"]):
+            for tier in tiers:
+                llm.reset_prefix_cache(tier)
+            warm = llm.generate([ids[:300]], asked)[0]
+            assert (warm.cached.host, warm.cached.disk) == ((288, 0) if len(tiers) == 1 else (0, 288))
+            assert warm.token_ids == cold.token_ids
+            both = zip(cold.completions[0].logprobs, warm.completions[0].logprobs, strict=True)
+            change = max(abs(one.logprob - other.logprob) for one, other in both)
+            assert 0 < change < 0.1  # seen: 0.02. Exact KV from a tier changes nothing
+        assert 0.005 < llm.metrics.value("kv_error", "values") < llm.metrics.value("kv_error", "keys") < 0.015
+
+
 def test_conversation_survives_the_engine_with_equal_tokens(model: str, ids: list[int], tmp_path: Path) -> None:
     def answer() -> RequestOutput:
         offload = OffloadConfig(host="128MiB", disk=tmp_path / "kv", disk_capacity="256MiB")

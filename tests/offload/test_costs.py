@@ -177,21 +177,51 @@ def test_a_measured_disk_rate_replaces_the_assumed_one() -> None:
 
 
 def test_measured_rates_decide_whether_to_load(disk_rig: Rig) -> None:
-    disk_rig.transfers._costs = measured(host=1000 * BLOCK, disk=10 * BLOCK, prefill=100 * LAYOUT.block_tokens)
+    disk_rig.transfers._choice._costs = measured(host=1000 * BLOCK, disk=10 * BLOCK, prefill=100 * LAYOUT.block_tokens)
     assert disk_rig.transfers.worth_loading(["host", "host"])
     assert not disk_rig.transfers.worth_loading(["host", "disk"])
-    disk_rig.transfers._costs = measured(host=1000 * BLOCK, disk=10 * BLOCK, prefill=2 * LAYOUT.block_tokens)
+    disk_rig.transfers._choice._costs = measured(host=1000 * BLOCK, disk=10 * BLOCK, prefill=2 * LAYOUT.block_tokens)
     assert disk_rig.transfers.worth_loading(["host", "disk"])
 
 
 def test_a_load_that_would_miss_the_deadline_is_declined(disk_rig: Rig) -> None:
-    disk_rig.transfers._costs = measured(host=1000 * BLOCK, disk=BLOCK, prefill=0.01)
+    disk_rig.transfers._choice._costs = measured(host=1000 * BLOCK, disk=BLOCK, prefill=0.01)
     assert disk_rig.transfers.worth_loading(["disk"] * int(DEADLINE_S - 1))
     assert not disk_rig.transfers.worth_loading(["disk"] * int(DEADLINE_S + 1))
 
 
+def head(rig: Rig, **blocks: int) -> int:
+    """How many blocks of a prefix to load that is in these tiers, one after another."""
+    return rig.transfers.head([tier for tier, count in blocks.items() for _ in range(count)])
+
+
+def test_blocks_behind_those_in_host_memory_are_computed_if_their_tier_is_slower(disk_rig: Rig) -> None:
+    disk_rig.transfers._choice._costs = measured(host=1000 * BLOCK, disk=10 * BLOCK, prefill=20 * LAYOUT.block_tokens)
+    assert disk_rig.transfers.worth_loading(["host"] * 30 + ["disk"] * 10)  # the host's blocks pay for the others
+    assert head(disk_rig, host=30, disk=10) == 30
+    assert head(disk_rig, disk=10) == 0
+    disk_rig.transfers._choice._costs = measured(host=1000 * BLOCK, disk=40 * BLOCK, prefill=20 * LAYOUT.block_tokens)
+    assert head(disk_rig, host=30, disk=10) == 40
+    disk_rig.transfers._choice._costs.prefill_rate = None
+    assert head(disk_rig, host=30, disk=10) == 40
+
+
+def test_a_load_longer_than_the_deadline_is_cut_where_the_deadline_ends(disk_rig: Rig) -> None:
+    disk_rig.transfers._choice._costs = measured(host=1e9 * BLOCK, disk=2 * BLOCK, prefill=LAYOUT.block_tokens)
+    in_time = 2 * int(DEADLINE_S) - 1
+    assert head(disk_rig, disk=in_time) == in_time
+    assert head(disk_rig, disk=100) == in_time
+    assert head(disk_rig, host=5, disk=100) == 5 + in_time
+
+
+def test_a_head_ends_before_a_tier_that_is_turned_down(disk_rig: Rig) -> None:
+    disk_rig.transfers._choice._costs = measured(host=1000 * BLOCK, disk=40 * BLOCK, prefill=LAYOUT.block_tokens)
+    disk_rig.transfers._waits._balances["disk"].allows = lambda now_s: False  # type: ignore[method-assign]
+    assert head(disk_rig, host=3, disk=10) == 3
+
+
 def test_queued_disk_reads_add_to_the_load_time(disk_rig: Rig) -> None:
-    disk_rig.transfers._costs = measured(host=1e6 * BLOCK, disk=BLOCK, prefill=LAYOUT.block_tokens / 2)
+    disk_rig.transfers._choice._costs = measured(host=1e6 * BLOCK, disk=BLOCK, prefill=LAYOUT.block_tokens / 2)
     disk_rig.on_disk_only(keys("a", "b"))
     assert disk_rig.transfers.worth_loading(["disk"])
     with disk_rig.hold("disk-read-0"), disk_rig.hold("disk-read-1"):

@@ -1,4 +1,4 @@
-"""Compile all kernels but those of copies for an H100, and print their names; no GPU is needed. Run by
+"""Compile all kernels but those that copy bytes for an H100, and print their names; no GPU is needed. Run by
 test_kernels_compile.py.
 """
 
@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -14,6 +15,7 @@ from sidestream.attention.triton import gated_delta_chunks as chunks
 from sidestream.attention.triton import gated_delta_kernels as gated_delta
 from sidestream.attention.triton import kernels as attention
 from sidestream.ops import draft_kernels, step_kernels
+from sidestream_kv.device.cuda import kernels as copies
 
 TARGET = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 << 10  # of one program on an H100
@@ -21,7 +23,12 @@ LONG, INT, BF16, FLOAT = "*i64", "*i32", "*bf16", "*fp32"
 
 
 def compiled(
-    kernel: Any, *types: str, warps: int = 4, stages: int = 3, overlap: bool = False, **constants: bool | int | str
+    kernel: Any,
+    *types: str,
+    warps: int = 4,
+    stages: int = 3,
+    overlap: bool = False,
+    **constants: bool | int | str | tl.dtype,
 ) -> None:
     names = kernel.arg_names
     signature = dict(zip(names, [*types, *["constexpr"] * len(constants)], strict=True))
@@ -151,4 +158,9 @@ for dtype, precision in ((BF16, "tf32"), (FLOAT, "tf32x3")):
     compiled(
         chunks.advance, *[dtype] * 5, FLOAT, dtype, FLOAT, *[LONG] * 4, *["i32"] * 3, "fp32",
         stages=1, **sizes, VALUES=32, TOKENS=64, PRECISION=precision,
+    )  # fmt: skip
+for unpacks, table in ((False, True), (True, True), (True, False)):
+    compiled(
+        copies.pack_vectors, "i64", "i64", "i32", "i32",
+        ELEMENTS=128, DTYPE=tl.bfloat16, UNPACKS=unpacks, TABLE=table, ROWS=32, LANES=128,
     )  # fmt: skip

@@ -26,4 +26,5 @@ def test_every_kernel_compiles_for_hopper() -> None:
         "argmax_of_parts", "argmax_of_maxima", "match_ngram", "take_forced",
         *["write"] * 2, *["attend"] * 6, *["combine"] * 2, "gather_contiguous", "gather_contiguous",
         "attend_contiguous", "convolve", "recur", "norm", *["solve", "advance"] * 2,
+        *["pack_vectors"] * 3,
     ]  # fmt: skip

@@ -125,6 +125,7 @@ class SimTiers:
     def __init__(self) -> None:
         self.where: dict[Key, Source] = {}
         self.worth = True
+        self.most = 1 << 30
         self.patience_s = 0.0
         self.left_s = 0.0
         self.on_their_way: list[Fence] = []
@@ -139,6 +140,9 @@ class SimTiers:
 
     def worth_loading(self, sources: Sequence[Source], *, num_blocks: int | None = None, num_partial: int = 0) -> bool:
         return self.worth
+
+    def head(self, sources: Sequence[Source], *, num_partial: int = 0) -> int:
+        return min(len(sources), self.most) if self.worth else 0
 
     def find_patience(self, num_blocks: int) -> float:
         return self.patience_s

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 from plans import loading, promoting, prompt, row_of, spans, states, steps_until
-from scheduler_world import World
+from scheduler_world import SimTiers, World
 
 from sidestream.schedule.limits import Limits
-from sidestream.schedule.request import Request, State
+from sidestream.schedule.prefix_cache import TierLoads
+from sidestream.schedule.request import Request, RequestQueues, State
 from sidestream.types import CachedTokens
 from sidestream_kv.types import FindPlan, LoadPlan, PromotePlan
 
@@ -142,6 +143,28 @@ def test_a_request_waiting_for_the_disk_holds_no_blocks_and_delays_no_request() 
     assert request.state is State.WAITING
     world.run()
     assert request.cached == CachedTokens(host=8, disk=8)
+
+
+def test_the_head_of_a_prefix_is_loaded_and_its_tail_computed() -> None:
+    world = World()
+    request = world.submit(prompt(18))
+    keys = world.keys_of(request)
+    world.tiers.where = {**dict.fromkeys(keys[:1], "host"), **dict.fromkeys(keys[1:4], "disk")}
+    world.tiers.most = 3
+    assert world.step().transfers == (PromotePlan(request.id, 0, tuple(keys[:3])),)
+    world.end_promotion(world.promotions[0], complete=True)
+    world.tiers.where.update(dict.fromkeys(keys[:3], "host"))
+    world.run()
+    assert request.cached == CachedTokens(host=4, disk=8) and request.promotions == 1
+
+
+def test_a_prefix_with_recurrent_state_is_loaded_whole_or_not_at_all() -> None:
+    view, limits = SimTiers(), Limits(block_tokens=4, chunk_tokens=8, token_budget=10)
+    view.most = 2
+    loads = TierLoads(limits, view=view, queues=RequestQueues(limits.aging_steps), max_running=1, divides=False)
+    assert loads.num_worth_waiting(["disk"] * 4, num_partial=0) == 4
+    view.worth = False
+    assert loads.num_worth_waiting(["disk"] * 4, num_partial=0) == 0
 
 
 def test_at_most_as_many_requests_wait_for_the_disk_as_there_are_rows() -> None:

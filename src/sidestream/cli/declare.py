@@ -70,6 +70,7 @@ RARE = frozenset(
         "--max-drafts",
         "--max-draft-slowdown",
         "--self-check",
+        "--offload-kv-dtype",
         "--check-order",
         "--timeline",
     ]
@@ -211,6 +212,7 @@ _FIELDS = {
     "offload disk_capacity": "offload_disk_capacity",
     "write_policy": "offload_write_policy",
     "shared_memory": "offload_shared_memory",
+    "kv_dtype": "offload_kv_dtype",
     "kv_events endpoint": "kv_events",
     "kv_events replay_endpoint": "kv_events_replay",
     "max_body_bytes": "max_body",

@@ -30,7 +30,7 @@ from sidestream.config import (
     SpeculativeConfig,
 )
 from sidestream.errors import ConfigError
-from sidestream_kv.config import WRITE_POLICIES, OffloadConfig
+from sidestream_kv.config import KV_DTYPES, WRITE_POLICIES, OffloadConfig
 
 DEMO_MODEL = "smollm2-135m-instruct"
 """The default model of all commands: a name that `sidestream models` lists."""
@@ -308,6 +308,15 @@ _OffloadSharedMemory = Annotated[
         "off",
     ),
 ]
+_OffloadKvDtype = Annotated[
+    str | None,
+    _offload(
+        "--offload-kv-dtype",
+        "int8: host memory and the tiers below hold KV in 8 bits, about half the bytes, with a small error.",
+        "|".join(KV_DTYPES),
+        "auto",
+    ),
+]
 _LoadDeadline = Annotated[
     float | None,
     _offload(
@@ -355,6 +364,7 @@ def engine_config(
     offload_write_policy: _OffloadWritePolicy = None,
     offload_tiers: _OffloadTiers = None,
     offload_shared_memory: _OffloadSharedMemory = None,
+    offload_kv_dtype: _OffloadKvDtype = None,
     load_deadline: _LoadDeadline = None,
     watchdog_timeout: _WatchdogTimeout = _ENGINE.watchdog_timeout_s,
 ) -> EngineConfig:
@@ -392,6 +402,7 @@ def engine_config(
             load_deadline,
             offload_write_policy,
             offload_shared_memory,
+            offload_kv_dtype,
         ),
     )
 
@@ -435,16 +446,18 @@ def _offload_config(
     load_deadline_s: float | None,
     write_policy: str | None,
     shared_memory: Path | None,
+    kv_dtype: str | None,
 ) -> OffloadConfig | None:
     for name, value in (("disk-capacity", disk_capacity), ("write-policy", write_policy)):
         if value is not None and not disks:
             raise ConfigError(f"--offload-{name} is {value}, but nothing is kept on disk: give --offload-disk DIR too")
     if host is None and not disks and tiers is None and shared_memory is None:
-        if load_deadline_s is not None:
-            raise ConfigError(
-                f"--load-deadline is {load_deadline_s:g}, but offload is off: "
-                "give --offload-host SIZE or --offload-disk DIR too"
-            )
+        deadline = None if load_deadline_s is None else f"{load_deadline_s:g}"
+        for option, given in (("--load-deadline", deadline), ("--offload-kv-dtype", kv_dtype)):
+            if given is not None:
+                raise ConfigError(
+                    f"{option} is {given}, but offload is off: give --offload-host SIZE or --offload-disk DIR too"
+                )
         return None
     return OffloadConfig(
         tiers={} if tiers is None else _tiers(tiers),
@@ -454,6 +467,7 @@ def _offload_config(
         load_deadline_s=_OFFLOAD.load_deadline_s if load_deadline_s is None else load_deadline_s,
         write_policy=write_policy,
         shared_memory=shared_memory,
+        kv_dtype=_OFFLOAD.kv_dtype if kv_dtype is None else kv_dtype,
     )
 
 

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from sidestream.config import NEUTRAL, EngineConfig, SamplingDefaults
-from sidestream.engine.build_plan import BuildPlan, ServableModel, plan_build, sizes_for
+from sidestream.engine.build_plan import BuildPlan, ServableModel, plan_build, sizes_for, tier_layout
 from sidestream.engine.engine import Engine
 from sidestream.engine.inbox import Inbox
 from sidestream.engine.kv_events import KVEvents
@@ -33,10 +33,13 @@ from sidestream_kv.device.choice import torch_device
 from sidestream_kv.device.cpu import CpuDevice
 from sidestream_kv.device.group import Group
 from sidestream_kv.device.kinds import CPU, CUDA
+from sidestream_kv.kv.eight_bit import EightBitLayout
 from sidestream_kv.kv.key_log import DeviceKeyLog, KeyLog
 from sidestream_kv.kv.keys import BlockKeys
+from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.kv.pool import FencedPool
 from sidestream_kv.metrics import Metrics, Timeline
+from sidestream_kv.offload import pacing
 from sidestream_kv.offload.connector import OffloadConnector
 from sidestream_kv.offload.loads import CostModel
 from sidestream_kv.offload.tiers.base import PersistentTier
@@ -94,7 +97,7 @@ def build_engine(
         if events is not None:
             undo.callback(events.close)
         if device is None:
-            device = _open_device(config, timeline, metrics, tracer)
+            device = _open_device(config, tier_layout(model, config), timeline, metrics, tracer)
             undo.callback(device.close)
         plan = plan_build(model, config, device, proposer=proposer, group=group)
         joint = device if ranks is None else joint_device(device, ranks)
@@ -171,7 +174,7 @@ def _build_parts(
     for part, num_bytes in plan.bytes_by_part().items():
         metrics.set("kv_memory_bytes", num_bytes, part)
     metrics.set("kv_token_bytes", plan.model.layout.block_bytes / plan.model.layout.block_tokens)
-    inbox, costs = Inbox(), CostModel(plan.model.layout, clock=device.now)
+    inbox, costs = Inbox(), CostModel(plan.tier_layout, clock=device.now)
     transfers = _build_transfers(plan, rank, device, costs, metrics, inbox)
     key_log = None if events is None else _log_keys(events, rank)
     return Parts(
@@ -231,7 +234,9 @@ def _build_scheduler(
 ) -> Scheduler:
     model, config, sizes, speculative = plan.model, plan.config, plan.sizes, plan.config.speculative
     # rule: keys-of-the-served-model
-    keys = BlockKeys(fingerprint=model.fingerprint, layout=model.layout, salt=config.salt, states=model.state_layout)
+    keys = BlockKeys(
+        fingerprint=model.fingerprint, layout=plan.tier_layout, salt=config.salt, states=model.state_layout
+    )
     return Scheduler(
         limits=Limits(
             model.layout.block_tokens,
@@ -291,7 +296,13 @@ def _log_keys(events: KVEvents, rank: RankParts) -> DeviceKeyLog:
     return events.log.device
 
 
-def _open_device(config: EngineConfig, timeline: Timeline | None, metrics: Metrics, tracer: Tracer | None) -> Device:
+def _open_device(
+    config: EngineConfig,
+    layout: KVLayout | EightBitLayout,
+    timeline: Timeline | None,
+    metrics: Metrics,
+    tracer: Tracer | None,
+) -> Device:
     if torch_device(config.device).type == CPU:
         return CpuDevice(compute_threads=config.compute_threads, timeline=timeline, metrics=metrics, tracer=tracer)
     from sidestream_kv.device.cuda import CudaDevice
@@ -299,6 +310,12 @@ def _open_device(config: EngineConfig, timeline: Timeline | None, metrics: Metri
     with contextlib.ExitStack() as undo:
         device = CudaDevice(timeline=timeline, metrics=metrics, tracer=tracer)
         undo.callback(device.close)
-        device.warm_up()
+        if isinstance(layout, EightBitLayout):
+            device.warm_up(converts=layout.packed)
+            streams = pacing.TO_HOST.streams + pacing.TO_DEVICE.streams
+            least = max(pacing.TO_HOST.slice_bytes, pacing.TO_DEVICE.slice_bytes)
+            device.make_stages(count=streams, num_bytes=max(least, layout.block_bytes))
+        else:
+            device.warm_up()
         undo.pop_all()
     return device

@@ -26,6 +26,7 @@ from sidestream_kv.config import parse_bytes
 from sidestream_kv.device.base import Device
 from sidestream_kv.device.group import Group
 from sidestream_kv.device.kinds import CPU, CUDA
+from sidestream_kv.kv.eight_bit import EightBitLayout, layout_in_tiers
 from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.kv.state_layout import RESERVED_STATES, StateLayout, StateRegion, blocks_per_state
 
@@ -106,6 +107,11 @@ class BuildPlan:
     group: Group | None = None
 
     @property
+    def tier_layout(self) -> KVLayout | EightBitLayout:
+        """The layout of blocks in the tiers. Keys of blocks depend on it, too."""
+        return tier_layout(self.model, self.config)
+
+    @property
     def on_gpu(self) -> bool:
         """Whether the engine runs on a GPU."""
         return self.device.torch_device.type == CUDA
@@ -180,6 +186,7 @@ def sizes_for(model: ServableModel, config: EngineConfig, *, on_gpu: bool) -> En
     device, so that wrong sizes are refused before a device is opened.
     """
     config.check_multiples(model.layout.block_tokens)
+    tier_layout(model, config)
     sizes = config.sizes(CUDA if on_gpu else CPU)
     if sizes.kv_bytes is not None:
         _check_pool(sizes.kv_bytes, model.layout)
@@ -188,6 +195,22 @@ def sizes_for(model: ServableModel, config: EngineConfig, *, on_gpu: bool) -> En
             f"max_model_len is {config.max_model_len}, the model was made for {model.max_model_len}: lower it"
         )
     return sizes
+
+
+def tier_layout(model: ServableModel, config: EngineConfig) -> KVLayout | EightBitLayout:
+    """See `BuildPlan.tier_layout`. Raises ConfigError for blocks that cannot be packed."""
+    kv_dtype = "auto" if config.offload is None else config.offload.kv_dtype
+    if kv_dtype != "auto" and model.state_layout is not None:
+        raise ConfigError(
+            f"kv_dtype is {kv_dtype}, but the model has recurrent states, in which an error would grow with every "
+            "token: leave kv_dtype out"
+        )
+    if kv_dtype != "auto" and config.tensor_parallel > 1:
+        raise ConfigError(
+            f"kv_dtype is {kv_dtype}, but the engine has {config.tensor_parallel} ranks, and copies of several ranks "
+            "do not convert KV: leave kv_dtype out"
+        )
+    return layout_in_tiers(model.layout, kv_dtype)
 
 
 def plan_build(

@@ -25,7 +25,7 @@ from sidestream.runner.executor import LaunchedStep
 from sidestream.schedule.scheduler import RowOutput, Scheduler
 from sidestream.types import Health, StepPlan
 from sidestream_kv.kv.keys import BlockKeys
-from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.kv.layout import BlockLayout
 from sidestream_kv.kv.state_layout import StateLayout
 from sidestream_kv.offload.connector import OffloadConnector
 from sidestream_kv.types import Key, LayerGates
@@ -63,7 +63,7 @@ class StepLoop:
         self.weights = WeightUpdates(
             scheduler=parts.scheduler,
             transfers=parts.transfers,
-            layout=parts.layout,
+            layout=parts.key_layout,
             salt=parts.salt,
             states=None if parts.state_region is None else parts.state_region.layout,
         )
@@ -275,7 +275,7 @@ class WeightUpdates:
         *,
         scheduler: Scheduler,
         transfers: OffloadConnector | None,
-        layout: KVLayout,
+        layout: BlockLayout,
         salt: str,
         states: StateLayout | None,
     ) -> None:

@@ -16,7 +16,7 @@ from sidestream.runner.executor import Executor
 from sidestream.schedule.limits import Bounds
 from sidestream.schedule.scheduler import Scheduler
 from sidestream_kv.device.base import Device
-from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.kv.layout import BlockLayout, KVLayout
 from sidestream_kv.kv.pool import FencedPool
 from sidestream_kv.kv.state_layout import StateRegion
 from sidestream_kv.metrics import Metrics, Timeline
@@ -77,3 +77,8 @@ class Parts:
     adapters: Adapters | None = None
     read_weights: Callable[[str], tuple[Callable[[], None], str]] | None = None
     watchdog_timeout_s: float = math.inf
+
+    @property
+    def key_layout(self) -> BlockLayout:
+        """The layout on which the keys of blocks depend: that of the tiers, whose blocks come back to the device."""
+        return self.layout if self.tiers is None else self.tiers.host.layout

@@ -75,7 +75,7 @@ def _open_tiers(plan: BuildPlan, device: Device, given: Mapping[str, PersistentT
     """The host tier, and after it the tiers in `given`, or else the persistent tiers that the config names; None:
     offload is off.
     """
-    config, layout, group = plan.config, plan.model.layout, plan.group
+    config, layout, group = plan.config, plan.tier_layout, plan.group
     offload = config.offload
     if offload is None or offload.host_bytes == 0:
         if given:

@@ -366,7 +366,7 @@ class Admission:
         elif tier == DEVICE:
             reason = "window"
         else:
-            worth = self._tiers.is_worth_loading(located.sources, num_partial=located.num_partial)
+            worth = self._tiers.num_worth_waiting(located.sources, num_partial=located.num_partial)
             reason = "load_limit" if worth and tier != HOST else "cost"
         return Lookup(num_found, located.num_joinable, reason, tier)
 
@@ -440,7 +440,7 @@ class Preemption:
         reuse = self._reuse.find(first, wanted)
         if self._admission.asks(first, wanted, reuse):
             return
-        if self._tiers.may_promote(first, reuse.sources, num_partial=reuse.num_partial):
+        if self._tiers.num_to_promote(first, reuse.sources, num_partial=reuse.num_partial):
             return  # the waiting request will first wait for the disk, and needs no blocks then
         if self._prefix_cache.is_pending(wanted[len(reuse.hits) : len(reuse.hits) + 1]):
             return

@@ -259,6 +259,12 @@ class TierView(Protocol):
         """
         ...
 
+    def head(self, sources: Sequence[Source], *, num_partial: int = 0) -> int:
+        """How many of the first blocks to load, before the others are computed, so that all are there soonest; 0: none.
+        For the arguments see `worth_loading`.
+        """
+        ...
+
     def find_patience(self, num_blocks: int) -> float:
         """Seconds that a request may wait while tiers are asked for `num_blocks` blocks that another process may have
         stored; 0: it does not ask.
@@ -287,6 +293,10 @@ class NoTiers:
         """There is nothing to load."""
         return False
 
+    def head(self, sources: Sequence[Source], *, num_partial: int = 0) -> int:
+        """There is nothing to load."""
+        return 0
+
     def find_patience(self, num_blocks: int) -> float:
         """There is no tier to ask."""
         return 0.0
@@ -309,9 +319,14 @@ class TierLoads:
     - A promotion or load that failed counts as a cache miss. The request does not try that tier again, so it makes
       progress (hazards H9, H26).
     - At most as many requests are LOADING as may run, so that their blocks do not fill the host tier.
+
+    divides   whether a part of a prefix can be loaded; not if recurrent states are needed, which are at its end
     """
 
-    def __init__(self, limits: Limits, *, view: TierView, queues: RequestQueues, max_running: int) -> None:
+    def __init__(
+        self, limits: Limits, *, view: TierView, queues: RequestQueues, max_running: int, divides: bool
+    ) -> None:
+        self._divides = divides
         self._limits = limits
         self._view = view
         self._queues = queues
@@ -348,20 +363,31 @@ class TierLoads:
         request.state = State.LOADING  # rule: request-waits-for-its-answer
         return FindPlan(request.id, request.epoch, tuple(keys), patience_s)
 
-    def may_promote(self, request: Request, sources: Sequence[Source], *, num_partial: int) -> bool:
-        """Whether the request may wait for blocks of tiers that are slower than host memory. For `num_partial` see
-        `TierView.worth_loading`.
+    def num_to_promote(self, request: Request, sources: Sequence[Source], *, num_partial: int) -> int:
+        """Number of leading blocks for which the request may wait until they are in host memory, because some of them
+        are in slower tiers; 0: it does not wait. For `num_partial` see `TierView.worth_loading`.
         """
         # rule: promoting-requests-are-bounded
         loading = sum(other.state is State.LOADING for other in self._queues.waiting.values())
         # rule: request-promotes-a-bounded-number-of-times
-        return (
+        may = (
             self.num_in_host(sources) < len(sources)
             and not request.avoid_disk
             and request.promotions < self._limits.max_promotions
             and loading < self._max_running
-            and self._view.worth_loading(sources, num_partial=num_partial)
         )
+        if not may:
+            return 0
+        return self.num_worth_waiting(sources, num_partial=num_partial)
+
+    def num_worth_waiting(self, sources: Sequence[Source], *, num_partial: int) -> int:
+        """Number of leading blocks that a request should wait for, some of them in tiers slower than host memory; 0: it
+        should not wait.
+        """
+        if not self._divides:  # rule: checkpoint-is-loaded-with-its-whole-prefix
+            return len(sources) if self._view.worth_loading(sources, num_partial=num_partial) else 0
+        count = self._view.head(sources, num_partial=num_partial)
+        return count if count > self.num_in_host(sources) else 0
 
     def may_read_ahead(self, num_blocks: int) -> bool:
         """Whether one more request in the queue may read blocks, if those before it have read `num_blocks`."""
@@ -371,15 +397,16 @@ class TierLoads:
     def promote(
         self, request: Request, keys: Sequence[Key], sources: Sequence[Source], *, num_partial: int
     ) -> PromotePlan | None:
-        """Plan a promotion of the first `keys`, which are in the tiers `sources`, and make the request wait for it.
-        Returns None if the promotion is not worth the time, or if the request has waited too often.
+        """Plan a promotion of some of the first `keys`, which are in the tiers `sources`, and make the request wait for
+        it. Returns None if no promotion is worth the time, or if the request has waited too often.
         """
-        if not self.may_promote(request, sources, num_partial=num_partial):
+        count = self.num_to_promote(request, sources, num_partial=num_partial)
+        if not count:
             return None
-        plan = PromotePlan(request.id, request.epoch, tuple(keys[: len(sources)]))
+        plan = PromotePlan(request.id, request.epoch, tuple(keys[:count]))
         request.promotions += 1
         request.promoted_from.update(
-            (key, source) for key, source in zip(keys, sources, strict=False) if source != HOST
+            (key, source) for key, source in zip(plan.keys, sources, strict=False) if source != HOST
         )
         request.state = State.LOADING
         return plan

@@ -203,7 +203,7 @@ class Scheduler:
         if states is not None:
             self._states = StateCache(limits, states=states[0], region=states[1], slots=slots, tiers=view)
         self._prefix_cache = cache = PrefixCache(limits, blocks, keys, self._states, key_log)
-        self._tiers = TierLoads(limits, view=view, queues=queues, max_running=slots.size)
+        self._tiers = TierLoads(limits, view=view, queues=queues, max_running=slots.size, divides=states is None)
         self._allocator = Allocator(
             limits, blocks=blocks, slots=slots, prefix_cache=cache, tiers=view, states=self._states
         )

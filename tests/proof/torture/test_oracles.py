@@ -122,7 +122,7 @@ LOSSES: dict[str, tuple[Callable[[], AbstractContextManager[None]], int, str]] =
     ),
     "host memory": (without("blocks-in-host-memory-are-reused"), 0, "on the device or in host memory"),
     "slower tier": (
-        doctored(TierLoads.may_promote, "for other in self._queues.waiting.values())", Value("self._max_running")),
+        doctored(TierLoads.num_to_promote, "for other in self._queues.waiting.values())", Value("self._max_running")),
         0,
         "does not wait for slower tiers",
     ),

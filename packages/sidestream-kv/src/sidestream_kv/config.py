@@ -19,6 +19,8 @@ from sidestream_kv.errors import ConfigError, SidestreamError
 T = TypeVar("T")
 WRITE_POLICIES = ("all", "reused")
 """See `OffloadConfig.write_policy`."""
+KV_DTYPES = ("auto", "int8")
+"""See `OffloadConfig.kv_dtype`."""
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?\s*$", re.IGNORECASE)
 _UNIT = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SHOWN_NAMES = 40  # known names that a message lists
@@ -96,6 +98,8 @@ class OffloadConfig:
                      tiers, or one for each tier by its name. None: each tier's default, which is `"reused"` for the
                      disk, else `"all"`
     tiers            options of further tiers, by the tier's name (docs/tiers.md)
+    kv_dtype         `"auto"`: the tiers hold KV as the device does; `"int8"`: in 8 bits, with a small error
+                     (docs/tiers.md)
     shared_memory    socket of a cache process (`sidestream cache serve`) in whose memory the host tier is, which other
                      engines of this machine share; None: memory of the engine's own
     """
@@ -107,6 +111,7 @@ class OffloadConfig:
     write_policy: str | Mapping[str, str] | None = None
     tiers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)  # a URL may hold a password
     shared_memory: str | Path | None = None
+    kv_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         parse_bytes(self.host, option="offload host")
@@ -120,6 +125,10 @@ class OffloadConfig:
         policies = self.write_policy.values() if isinstance(self.write_policy, Mapping) else [self.write_policy]
         if wrong := [policy for policy in policies if policy is not None and policy not in WRITE_POLICIES]:
             raise ConfigError(f"write_policy is {wrong[0]!r}: give {' or '.join(WRITE_POLICIES)}")
+        if self.kv_dtype not in KV_DTYPES:
+            raise ConfigError(f"kv_dtype is {self.kv_dtype!r}: give {' or '.join(KV_DTYPES)}")
+        if self.kv_dtype != "auto" and self.host_bytes == 0:
+            raise ConfigError(f"kv_dtype is {self.kv_dtype}, but there is no host tier: give offload host a size")
         if len({path.resolve() for path in self.disks}) < len(self.disks):
             raise ConfigError(f"offload disk names a directory twice ({', '.join(map(str, self.disks))}): give it once")
         if self.shared_memory is not None and self.host_bytes == 0:

@@ -42,6 +42,20 @@ than the work itself, and only a tracer needs it.
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """Consecutive vectors of KV (keys or values of one token in one head), of `elements` numbers each, in two forms:
+
+    plain    numbers of `dtype`; `plain_bytes` for each vector
+    packed   `elements` signed bytes, and the float32 with which they are multiplied; `packed_bytes` for each vector
+    """
+
+    elements: int
+    dtype: str
+    plain_bytes: int
+    packed_bytes: int
+
+
 @runtime_checkable
 class Fence(Protocol):
     """A position on a stream, like a CUDA event. It is done when all work enqueued on `stream` up to `tick` is done.

@@ -19,8 +19,9 @@ import numpy.typing as npt
 import torch
 
 from sidestream_kv.device.channel import Bell
+from sidestream_kv.device.eight_bit import pack, unpack
 from sidestream_kv.errors import InvariantError
-from sidestream_kv.types import Access, Accesses, Fence, Tracer
+from sidestream_kv.types import Access, Accesses, Fence, Tracer, Vectors
 
 Starts = npt.NDArray[np.int64]
 
@@ -80,8 +81,10 @@ class CopyBatch:
     """Segments of equal size to copy from one memory to another, in any order.
 
     source_starts, target_starts   int64 byte offsets, of equal length
-    size                           bytes of each segment
+    size                           bytes of each segment; those of its packed form, if it is packed or unpacked
     prepared                       data from `Device.prepare`; None: not prepared
+    packs, unpacks                 the vectors of the segments, which are packed (or unpacked) on the way: see
+                                   `kv/eight_bit.py`. Both memories then have one part
     """
 
     source: Memory
@@ -90,30 +93,47 @@ class CopyBatch:
     target_starts: Starts
     size: int
     prepared: object = None
+    packs: Vectors | None = None
+    unpacks: Vectors | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all segments."""
+        """Bytes of all segments, as they travel."""
         return len(self.source_starts) * self.size
+
+    @property
+    def converts(self) -> bool:
+        """Whether the segments are packed or unpacked."""
+        return self.packs is not None or self.unpacks is not None
+
+    @property
+    def source_size(self) -> int:
+        """Bytes of each segment in the source."""
+        return self.size if self.packs is None else self.size // self.packs.packed_bytes * self.packs.plain_bytes
+
+    @property
+    def target_size(self) -> int:
+        """Bytes of each segment in the target."""
+        return self.size if self.unpacks is None else self.size // self.unpacks.packed_bytes * self.unpacks.plain_bytes
 
     def part(self, first: int, stop: int) -> CopyBatch:
         """Segments `[first, stop)`."""
-        return CopyBatch(
-            self.source, self.target, self.source_starts[first:stop], self.target_starts[first:stop], self.size
-        )
+        sources, targets = self.source_starts[first:stop], self.target_starts[first:stop]
+        return CopyBatch(self.source, self.target, sources, targets, self.size, packs=self.packs, unpacks=self.unpacks)
 
     def accesses(self) -> Sequence[Access]:
         """The byte ranges that the copy reads and writes."""
+        name, size = self.source.name, self.source_size
         # rule: copy-declares-what-it-reads
-        reads = [Access(self.source.name, start, start + self.size, False) for start in self.source_starts.tolist()]
+        reads = [Access(name, start, start + size, False) for start in self.source_starts.tolist()]
+        name, size = self.target.name, self.target_size
         # rule: copy-declares-what-it-writes
-        return [
-            *reads,
-            *(Access(self.target.name, start, start + self.size, True) for start in self.target_starts.tolist()),
-        ]
+        return [*reads, *(Access(name, start, start + size, True) for start in self.target_starts.tolist())]
 
     def contiguous(self) -> CopyBatch:
         """The same copy with smaller segments, each of them contiguous in both memories: cut at the stripes."""
+        if self.converts and len(self.source.parts) + len(self.target.parts) > 2:
+            raise InvariantError(f"{self.source.name} to {self.target.name}: striped KV cannot be packed or unpacked")
         stripes = [
             memory.stripe
             for memory in (self.source, self.target)
@@ -137,9 +157,15 @@ class CopyBatch:
             strict=True,
         ):
             yield (
-                batch.source.parts[from_part][from_ : from_ + batch.size],
-                batch.target.parts[to_part][to : to + batch.size],
+                batch.source.parts[from_part][from_ : from_ + batch.source_size],
+                batch.target.parts[to_part][to : to + batch.target_size],
             )
+
+    def converted(self, segment: torch.Tensor) -> torch.Tensor:
+        """A segment of the source as the target holds it: packed, unpacked, or as it is."""
+        if self.packs is not None:
+            return pack(segment, self.packs)
+        return segment if self.unpacks is None else unpack(segment, self.unpacks)
 
     def runs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The copy as pairs `(source, target)` of uint8 `[n, size]`. Each pair combines as many consecutive segments as

@@ -135,6 +135,10 @@ class HostStream:
 
     def copy(self, batch: CopyBatch) -> None:
         """Copy the segments, on the calling thread. See `Stream.copy`."""
+        if batch.converts:
+            for source, target in batch.segments():
+                target.copy_(batch.converted(source))
+            return
         pairs = list(batch.runs())
         # One call copies all segments: with many calls, this thread would compete with the forward pass for the GIL.
         if pairs:

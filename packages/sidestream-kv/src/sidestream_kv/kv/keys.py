@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.kv.layout import BlockLayout
 from sidestream_kv.kv.state_layout import StateLayout
 from sidestream_kv.types import Key
 
@@ -36,9 +36,10 @@ class BlockKeys:
     """Computes the keys for one model, one KV layout and one salt of the engine."""
 
     def __init__(
-        self, *, fingerprint: str, layout: KVLayout, salt: str = "", states: StateLayout | None = None
+        self, *, fingerprint: str, layout: BlockLayout, salt: str = "", states: StateLayout | None = None
     ) -> None:
-        """`states`: layout of the model's recurrent states, which are kept under keys of blocks; None: it has none."""
+        """`layout`: that of the tiers, if there are any, because what comes back from them depends on it.
+        `states`: layout of the model's recurrent states, which are kept under keys of blocks; None: it has none."""
         parts = {} if states is None else {"states": states.describe()}
         # rule: key-identity
         identity = json.dumps(

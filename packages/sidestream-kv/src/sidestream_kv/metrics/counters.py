@@ -115,6 +115,7 @@ METRICS: Mapping[str, Declared] = {
     "tier_expected_seconds_total": Declared("counter", "time that these loads were expected to take", ("tier",)),
     "tier_loads_total": Declared("counter", "loads that paid (useful) or took too long (wasted)", ("tier", "outcome")),
     "tier_turned_down": Declared("gauge", "1 while a tier is hardly read, because its last loads lost time", ("tier",)),
+    "kv_error": Declared("gauge", "relative error of KV that tiers hold in 8 bits: keys, values, latents", ("part",)),
     "tier_works": Declared("gauge", "1 if the last write to a persistent tier succeeded, else 0", ("tier",)),
 }
 

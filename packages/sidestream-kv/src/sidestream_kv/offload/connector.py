@@ -16,7 +16,6 @@ microseconds per plan, however many blocks the plan has.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,7 +25,7 @@ from sidestream_kv.kv.pool import FencedPool, merge_fences
 from sidestream_kv.kv.state_layout import StateLayout
 from sidestream_kv.metrics import Metrics
 from sidestream_kv.offload import pacing
-from sidestream_kv.offload.loads import PREFETCH, CostModel, TierWaits, TransferContext, layers_per_group
+from sidestream_kv.offload.loads import PREFETCH, CostModel, LoadChoice, TierWaits, TransferContext, layers_per_group
 from sidestream_kv.offload.tickets import (
     Command,
     Forget,
@@ -195,6 +194,7 @@ class OffloadConnector:
         )
         self._switches = context.switches
         self._worker = OffloadWorker(context, commands=self._commands, settled=self._settled)
+        self._choice = LoadChoice(context, self._waits, lambda: self._worker.num_reads)
         self._thread = device.thread("offload", self._worker.turn)
         self._thread.wake()
 
@@ -210,18 +210,12 @@ class OffloadConnector:
         return self.tiers.locate(keys)
 
     def worth_loading(self, sources: Sequence[str], *, num_blocks: int | None = None, num_partial: int = 0) -> bool:
-        """Whether loading is expected to take less time than the prefill of `num_blocks` blocks and than the deadline.
-        `sources` names the tier of each block to load. `num_blocks` is by default the number of these blocks.
-        `num_partial` of them are loaded without the layers with a sliding window. False if a tier is turned down.
-        """
-        blocks = Counter(sources)
-        if not self._waits.allows(blocks, self._clock()):
-            return False
-        blocks.update(self._worker.num_reads)
-        seconds = self._costs.load_seconds(blocks, num_loaded=len(sources), num_partial=num_partial)
-        return seconds < min(
-            self._costs.compute_seconds(len(sources) if num_blocks is None else num_blocks), self._deadline_s
-        )
+        """See `LoadChoice.worth_loading`."""
+        return self._choice.worth_loading(sources, num_blocks=num_blocks, num_partial=num_partial)
+
+    def head(self, sources: Sequence[str], *, num_partial: int = 0) -> int:
+        """See `LoadChoice.head`."""
+        return self._choice.head(sources, num_partial=num_partial)
 
     def find_patience(self, num_blocks: int) -> float:
         """Seconds that a request may wait for the answer whether shared tiers hold `num_blocks` blocks that no tier is

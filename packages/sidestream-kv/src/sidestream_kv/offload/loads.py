@@ -20,9 +20,12 @@ import logging
 import math
 import sys
 import time
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby, islice
 from statistics import median_high, median_low
 
 from sidestream_kv.device.base import CopyBatch, Device
@@ -66,6 +69,8 @@ _WEIGHT = 0.2
 _WINDOW = 5
 # Transfers of at least this many bytes tell the bandwidth: at 20 GB/s they take 0.8 ms, much more than their start.
 _LARGE_BYTES = 16 << 20
+# Most runs of blocks in one tier whose ends are compared: 10 us each.
+_MOST_RUNS = 16
 # Number of a tier's last loads that decide whether it is turned down, and the number from which on they do.
 _RECENT = 8
 _FEWEST = 4
@@ -585,6 +590,65 @@ class TierWaits:
             self._balances[tier].ended(
                 wait.begun_s, now_s, expected_s=wait.expected_s, compute_s=wait.compute_s, good=event.complete
             )
+
+
+class LoadChoice:
+    """Decides how much of a prefix to load, and how much to compute. Called on the engine thread only.
+
+    num_reads   function that returns the number of reads in flight, by tier
+    """
+
+    def __init__(self, context: TransferContext, waits: TierWaits, num_reads: Callable[[], Mapping[str, int]]) -> None:
+        self._costs = context.costs
+        self._deadline_s = context.load_deadline_s
+        self._clock = context.device.now
+        self._waits = waits
+        self._num_reads = num_reads
+
+    def worth_loading(self, sources: Sequence[str], *, num_blocks: int | None = None, num_partial: int = 0) -> bool:
+        """Whether loading is expected to take less time than the prefill of `num_blocks` blocks and than the deadline.
+        `sources` names the tier of each block to load. `num_blocks` is by default the number of these blocks.
+        `num_partial` of them are loaded without the layers with a sliding window. False if a tier is turned down.
+        """
+        if not self._waits.allows(set(sources), self._clock()):
+            return False
+        compute_s = self._costs.compute_seconds(len(sources) if num_blocks is None else num_blocks)
+        return self._load_seconds(Counter(sources), num_partial) < min(compute_s, self._deadline_s)
+
+    def head(self, sources: Sequence[str], *, num_partial: int = 0) -> int:
+        """How many of the first blocks to load, so that loading them and then computing the others is expected to end
+        soonest: a tier may be slower than computing, or turned down, or all of the blocks may take longer than the
+        deadline. 0: none. For the arguments see `worth_loading`.
+
+        Inside a run of blocks in one tier, both times grow evenly. So only the ends of runs are compared, and the last
+        block that arrives within the deadline.
+        """
+        blocks, heads, now = Counter[str](), [(self._costs.compute_seconds(len(sources)), 0)], self._clock()
+
+        def seconds(tier: str, count: int) -> float:
+            return self._load_seconds(blocks + Counter({tier: count}), num_partial)
+
+        for tier, run in islice(groupby(sources), _MOST_RUNS):
+            count = whole = sum(1 for _ in run)
+            if seconds(tier, whole) >= self._deadline_s:  # rule: head-arrives-within-the-deadline
+                count = bisect_left(range(1, whole + 1), self._deadline_s, key=partial(seconds, tier))
+            if not count or not self._waits.allows((tier,), now):
+                break
+            total_s = seconds(tier, count)
+            blocks[tier] += count
+            left = len(sources) - blocks.total()
+            if left:
+                total_s += self._costs.compute_seconds(left)
+            heads.append((total_s, -blocks.total()))
+            if count < whole:
+                break
+        return -min(heads)[1]  # of equally fast ones, the longest
+
+    def _load_seconds(self, blocks: Counter[str], num_partial: int) -> float:
+        """Expected time to load blocks from the tiers, behind the reads in flight."""
+        count = blocks.total()
+        waiting = blocks + Counter(self._num_reads())
+        return self._costs.load_seconds(waiting, num_loaded=count, num_partial=min(num_partial, count))
 
 
 def _healthy(tier: str) -> _Estimate:

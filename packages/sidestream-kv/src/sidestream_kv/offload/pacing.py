@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sidestream_kv.device.base import CopyBatch, Stream
+from sidestream_kv.kv.eight_bit import EightBitLayout
 from sidestream_kv.offload.tiers.stack import BlockMemory
 from sidestream_kv.types import Fence
 
@@ -320,13 +321,21 @@ def layers_batch(
     layers: Sequence[int],
 ) -> CopyBatch:
     """A copy of some layers of each block: from `source_ids[i]` to the same layers of `target_ids[i]`. `layers` ascend.
-    Neighbouring layers are one segment if all runs of neighbours have the same length, else several segments.
+    Neighbouring layers are one segment if all runs of neighbours have the same length, else several segments. They are
+    packed, or unpacked, if only the target, or only the source, has an `EightBitLayout`.
     """
-    layout = source.layout
     breaks = [0, *(at for at in range(1, len(layers)) if layers[at] != layers[at - 1] + 1), len(layers)]
     size = math.gcd(*(stop - start for start, stop in pairwise(breaks)))
-    offsets = np.array(layers[::size], np.int64) * layout.layer_bytes
     starts, targets = (
-        (np.array(ids, np.int64)[:, None] * layout.block_bytes + offsets).ravel() for ids in (source_ids, target_ids)
+        (np.array(ids, np.int64)[:, None] * layout.block_bytes + np.array(layers[::size]) * layout.layer_bytes).ravel()
+        for layout, ids in ((source.layout, source_ids), (target.layout, target_ids))
     )
-    return CopyBatch(source.memory, target.memory, starts, targets, size * layout.layer_bytes)
+    return CopyBatch(
+        source.memory,
+        target.memory,
+        starts,
+        targets,
+        size * min(source.layout.layer_bytes, target.layout.layer_bytes),
+        packs=target.layout.packed if isinstance(target.layout, EightBitLayout) else None,
+        unpacks=source.layout.packed if isinstance(source.layout, EightBitLayout) else None,
+    )

@@ -28,8 +28,10 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
+from sidestream_kv.kv.eight_bit import EightBitLayout
 from sidestream_kv.kv.pool import Lease
 from sidestream_kv.offload import pacing
+from sidestream_kv.offload.error_probe import ErrorProbe
 from sidestream_kv.offload.loads import TransferContext
 from sidestream_kv.offload.pacing import Copy, Lane, Urgency, layers_batch
 from sidestream_kv.offload.tickets import StoreJob, StoreTicket
@@ -63,6 +65,7 @@ class Stores:
         self._storing: dict[Key, StoreTicket] = {}
         self._tickets: dict[Copy, StoreTicket] = {}
         self._deferred: dict[Key, None] = {}  # oldest first; at most as many keys as the tier will have slots
+        self._probe = ErrorProbe(context, self._host.layout) if isinstance(self._host.layout, EightBitLayout) else None
         self.growing = True
         """Whether host memory is still being pinned."""
 
@@ -149,9 +152,10 @@ class Stores:
         layout = self._memory.layout
         # rule: store-copies-every-layer
         batch = layers_batch(self._memory, block_ids, self._host_memory, slots.ids, range(layout.num_layers))
+        probes = () if self._probe is None else self._probe.copies(block_ids[0])
         # rule: store-waits
         return Copy(
-            [self._device.prepare(batch)],
+            [self._device.prepare(each) for each in (batch, *probes)],
             after=(*plan.after, *slots.after),
             urgency=Urgency.STORE,
             label=f"store {len(block_ids)} blocks",
@@ -182,8 +186,10 @@ class Stores:
         for key in ticket.keys:
             del self._storing[key]
         job, pool = ticket.job, self._host.pool
-        num_bytes = sum(batch.num_bytes for batch in ticket.copy.groups)
-        good = self._context.log.ended("store", ticket.copy.failure, num_bytes, ticket.submitted_s)
+        stored_batch, *probes = ticket.copy.groups
+        good = self._context.log.ended("store", ticket.copy.failure, stored_batch.num_bytes, ticket.submitted_s)
+        if probes and self._probe is not None:
+            self._probe.compare(ticket.slots.ids[0], good=good)
         if good and job.generation == self._context.switches.generation:  # rule: store-is-published
             pairs = zip(ticket.keys, ticket.slots.ids, strict=True)
             stored = [(key, slot) for key, slot in pairs if key not in job.invalidated]

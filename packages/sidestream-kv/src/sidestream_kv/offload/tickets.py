@@ -371,6 +371,10 @@ class TransferLog:
         """Record whether the last write to a persistent tier succeeded."""
         self._metrics.set("tier_works", float(works), tier)
 
+    def kv_error(self, part: str, error: float) -> None:
+        """Record the relative error of KV in 8 bits: of its keys, values or latents."""
+        self._metrics.set("kv_error", error, part)
+
     def left_out(self, kind: str, outcome: str) -> None:
         """Count a transfer that will not be executed, with its outcome: `"skipped"`, `"deferred"`, `"full"` or
         `"not_reused"`.

@@ -276,7 +276,8 @@ class SimStream:
 
     def copy(self, batch: CopyBatch) -> None:
         """Copy segment by segment, with a point between two segments. Every second copy of the stream begins with the
-        last segment, because the order of segments is not guaranteed. See `Stream.copy`.
+        last segment, because the order of segments is not guaranteed. A segment that is packed or unpacked is also
+        written at a later point than it is read. See `Stream.copy`.
         """
         if batch.source.pageable or batch.target.pageable:
             self._device.stall("pageable copy")
@@ -287,7 +288,9 @@ class SimStream:
         for index, (source, target) in enumerate(segments):
             if index:
                 self._turns.point()
-            target.copy_(source)
+            if (converted := batch.converted(source)) is not source:
+                self._turns.point()
+            target.copy_(converted)
 
     def submit_copy(self, batch: CopyBatch, first: int, stop: int, *, label: str = "") -> SimFence:
         """See `Stream.submit_copy`. Raises InvariantError for host memory that is not ready."""

@@ -5,6 +5,7 @@ A batch of segments (byte ranges of one size) is copied together. A segment tabl
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal, Protocol
 
 import numpy as np
@@ -14,6 +15,7 @@ from sidestream_kv.device.base import CopyBatch, Memory
 from sidestream_kv.device.cuda.copies import Grid, MemoryAddresses, Staged, plan, segments
 from sidestream_kv.device.cuda.driver import Driver, PreparedTable, Table
 from sidestream_kv.errors import InvariantError
+from sidestream_kv.types import Vectors
 
 # Programs of the kernel that distributes the stripes of staged segments: 18 MiB take an H200 20 us.
 _STAGED_PROGRAMS = 64
@@ -62,6 +64,10 @@ class Copier:
                 "pageable memory would block this thread; pin it first"
             )
         source, target = self._device.addresses_of(batch.source), self._device.addresses_of(batch.target)
+        vectors = batch.packs or batch.unpacks
+        if vectors is not None:
+            self._copy_converted(batch, vectors)
+            return
         planned = plan(batch, source, target, max_pitch=self._driver.max_pitch)
         if isinstance(planned, Grid):
             self._copy_grid(planned, planned.targets, planned.sources)
@@ -119,8 +125,7 @@ class Copier:
         """
         from sidestream_kv.device.cuda.kernels import copy_segments
 
-        if self._stage is None:
-            self._stage = self._device.take_stage()
+        self._take_stage()
         most = 0 if self._stage is None else self._stage.numel() // staged.segment_bytes
         while first < stop:
             count = min(stop - first, most)
@@ -146,6 +151,53 @@ class Copier:
                 programs=_STAGED_PROGRAMS,
             )
             first += count
+
+    def _take_stage(self) -> None:
+        if self._stage is None:
+            self._stage = self._device.take_stage()
+
+    def _copy_converted(self, batch: CopyBatch, vectors: Vectors) -> None:
+        """Copy packed segments between host memory and the stream's own buffer, and let a kernel convert them between
+        the buffer and the plain segments. The stream runs in order, so the buffer is free when its next segments come.
+        """
+        from sidestream_kv.device.cuda.kernels import convert_segments
+
+        self._take_stage()
+        if self._stage is None or self._stage.numel() < batch.size:
+            raise InvariantError(
+                f"copy from {batch.source.name} to {batch.target.name}: no buffer of {batch.size} bytes to convert KV "
+                "in: call CudaDevice.make_stages first"
+            )
+        stage, unpacks, size = self._stage.data_ptr(), batch.unpacks is not None, batch.size
+        sources = batch.source_starts + batch.source.data.data_ptr()
+        targets = batch.target_starts + batch.target.data.data_ptr()
+        plain, host = (targets, sources) if unpacks else (sources, targets)
+        most, first = self._stage.numel() // size, 0
+        while first < len(plain):
+            table = self._device.take_table()
+            stop = first + (1 if table is None else min(most, len(table)))
+            staged = stage + np.arange(len(plain[first:stop])) * size
+            moved = np.full((3, len(staged)), size, dtype=np.int64)
+            moved[:2] = (staged, host[first:stop]) if unpacks else (host[first:stop], staged)
+            segments = int(plain[first])
+            if table is not None:
+                self._tables.append(table)
+                table[: len(staged)] = plain[first:stop]
+                segments = table.ctypes.data
+            move = partial(self._engine, moved, from_device=not unpacks, to_device=unpacks)
+            convert = partial(
+                convert_segments,
+                segments,
+                stage,
+                len(staged),
+                size,
+                vectors,
+                unpacks=unpacks,
+                table=table is not None,
+            )
+            for each in (move, convert) if unpacks else (convert, move):  # rule: vectors-are-converted-on-the-device
+                each()
+            first = stop
 
     def _copy_by_kernel(
         self, table: Table, source: MemoryAddresses, target: MemoryAddresses, *, programs: int = 2

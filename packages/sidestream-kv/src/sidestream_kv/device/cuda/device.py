@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from mmap import mmap
 
 import torch
@@ -28,7 +29,7 @@ from sidestream_kv.device.host import HostFence, HostSide, HostStream, TurnTaker
 from sidestream_kv.device.machine import check_fits
 from sidestream_kv.errors import ConfigError, DeviceError, DeviceLost, InvariantError
 from sidestream_kv.metrics import Metrics, Timeline
-from sidestream_kv.types import Fence, Tracer
+from sidestream_kv.types import Fence, Tracer, Vectors
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +136,7 @@ class CudaDevice(HostSide):
 
     def prepare(self, batch: CopyBatch) -> CopyBatch:
         """See `Device.prepare`. Resolves all addresses of a batch for the copy engine."""
-        if batch.source.pageable or batch.target.pageable or not len(batch.source_starts):
+        if batch.converts or batch.source.pageable or batch.target.pageable or not len(batch.source_starts):
             return batch
         source, target = self.addresses_of(batch.source), self.addresses_of(batch.target)
         calls = plan(batch, source, target, max_pitch=self.driver.max_pitch, merged=False)
@@ -220,11 +221,11 @@ class CudaDevice(HostSide):
 
     # ------------------------------------------------------------------ start and end
 
-    def warm_up(self) -> None:
+    def warm_up(self, *, converts: Vectors | None = None) -> None:
         """Launch each variant of the device's kernels once. Otherwise their first launch during serving would wait for
-        all running work. Blocks.
+        all running work. Blocks. `converts`: vectors that copies will pack and unpack; None: they will not.
         """
-        from sidestream_kv.device.cuda.kernels import copy_segments, deliver
+        from sidestream_kv.device.cuda.kernels import convert_segments, copy_segments, deliver
 
         stream = self.stream("warm-up")
         target, source = self.allocate_host("warm-up", 64), self.driver.allocate(64)
@@ -233,17 +234,18 @@ class CudaDevice(HostSide):
         def launch() -> None:
             for size, aligned in ((8, True), (1, False)):
                 deliver(there, here, size)
-                table = self.take_table()
-                assert table is not None, "nothing else uses tables while the device warms up"
+                table = self._tables.pop()  # nothing else uses tables while the device warms up
                 table[:3] = there, here, size
                 copy_segments(table.ctypes.data, 1, aligned=aligned)
                 used.append(table)
+            if converts is not None:
+                for way in product((False, True), repeat=2):
+                    convert_segments(there, here, 0, 0, converts, unpacks=way[0], table=way[1])
 
         used: list[Table] = []
         fence = stream.submit(launch, label="warm up")
         fence.block(None)
-        for table in used:
-            self.give_table(table)
+        self._tables += used
         stream.close()
         self._slabs.pop(target).close()
         if fence.failure is not None:
@@ -287,7 +289,7 @@ class CudaDevice(HostSide):
 
     def make_stages(self, *, count: int, num_bytes: int) -> None:
         """Let `count` streams copy through buffers of `num_bytes` on the device what is scattered over many
-        allocations there: see `copies.Staged`. Call it before any work is launched.
+        allocations there (see `copies.Staged`), and what is packed or unpacked. Call it before any work is launched.
         """
         self._stages = [self.driver.allocate(num_bytes) for _ in range(count)]
         self._on_device += self._stages
