@@ -62,7 +62,7 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 LINES = {
     "sidestream_kv": 18_020,
     "sidestream_order": 6_050,
-    "sidestream": 48_100,
+    "sidestream": 48_110,
     "proof": 21_990,
     "bench": 10_540,
     "tests": 68_480,

@@ -8,7 +8,6 @@ N + 1 behind the tokens that step N draws. Such drafts are verified like all oth
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import compress
 from typing import NamedTuple
 
@@ -89,7 +88,7 @@ class StructuredSampler:
             row.grammar.fill(masks[first : first + 1 + row.drafts], own)
             first += 1 + row.drafts
         forced = {row.request.id: bool(row.known) for row in masked if row.is_forced}
-        return replace(self._executor.sample(step, rows, self._look_ahead(masked)), forced=forced)
+        return self._executor.sample(step, rows, self._look_ahead(masked), forced)
 
     def follow(self, outputs: Sequence[RowOutput]) -> tuple[list[RowOutput], list[Complete]]:
         """Follow committed tokens. Returns the outputs, and the answers that end because of their grammar: it is

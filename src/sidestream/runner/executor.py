@@ -521,12 +521,17 @@ class Executor:
         return self._state.most_forced
 
     def sample(
-        self, launched: LaunchedStep, rows: Sequence[int], found: Mapping[int, Forced] = MappingProxyType({})
+        self,
+        launched: LaunchedStep,
+        rows: Sequence[int],
+        found: Mapping[int, Forced] = MappingProxyType({}),
+        forced: Mapping[RequestId, bool] = MappingProxyType({}),
     ) -> LaunchedStep:
         """Enqueue the sampling of a step whose forward pass was launched. Returns at once, with the complete step.
 
         rows    the row of logits of each mask that was written to `open_masks`
         found   by request slot: what its grammar forces from now on
+        forced  see `LaunchedStep`
         """
         masks, unsampled, batch = self._masks, launched.unsampled, launched.batch
         assert masks is not None and unsampled is not None
@@ -545,7 +550,7 @@ class Executor:
             run, lambda: [entry, masks.access(len(rows), write=False), *unsampled.inputs], label="sample"
         )
         masks.used_until(fence)  # rule: masks-are-kept-until-they-were-read
-        return replace(launched, fence=fence, unsampled=None)
+        return replace(launched, fence=fence, unsampled=None, forced=forced)
 
     def enqueue(self, work: Callable[[], None], *, label: str) -> Fence:
         """Run `work` on the compute stream, between the steps before it and those after it. It uses no block."""
