@@ -120,7 +120,7 @@ sanitize:
 
 # Every benchmark of this machine; results are committed.
 bench: $(VENV)/.dev
-	for name in prefix decode overhead soak serve scale; do \
+	for name in prefix decode overhead soak serve scale windowed-kv; do \
 		$(BIN)/python -m bench $$name --json > bench/results/$$name-cpu.json.new; \
 		mv bench/results/$$name-cpu.json.new bench/results/$$name-cpu.json; \
 	done

@@ -292,6 +292,14 @@ def policy(
     return Report("no model", options={"traces": traces or [], "share": share, "host_share": host_share})
 
 
+@_command()
+def windowed_kv() -> Report:
+    """The share of KV that a long sequence holds, in bytes, if layers with a sliding window free what is behind it:
+    gpt-oss-20b and Gemma 3 4B.
+    """
+    return Report("no model", options={})
+
+
 @_command("users", "rounds", "conversations")
 def adversarial(
     model: Model = DEMO_MODEL,

@@ -280,9 +280,10 @@ class ModelRig(Rig):
 
     def kv_read(self, context: int) -> int:
         """Bytes of KV that a decode row reads: in a layer with a sliding window, those of the window."""
-        windows = self.layout.windows or (0,) * self.layout.num_layers
+        layout = self.model.layout
+        windows = layout.windows or (0,) * layout.num_layers
         tokens: int = sum(min(window or context, context) for window in windows)
-        return tokens * self.layout.token_bytes // self.layout.num_layers
+        return tokens * layout.token_bytes // layout.num_layers
 
     def bandwidth(self) -> float:
         """Memory read bandwidth of the device in bytes per second."""

@@ -33,6 +33,7 @@ from sidestream.models.fp8 import Fp8Linear
 from sidestream.tokenizer import Tokenizer
 from sidestream_kv.config import unknown_name
 from sidestream_kv.device.kinds import on_gpu
+from sidestream_kv.kv.layout import KVLayout
 
 _QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960}
 # This file is written last. A directory without it is incomplete.
@@ -265,6 +266,14 @@ def random_model(shape: str, *, device: torch.device, block_tokens: int = 16, se
         eos_token_ids=(),
         fingerprint=f"random-{shape}-{seed}",
     )
+
+
+def random_layout(shape: str, *, block_tokens: int = 16) -> KVLayout:
+    """The layout of the KV of `random_model`, which this does not make."""
+    kind, fields = SHAPES[shape]
+    config = kind(**{"tie_word_embeddings": False, **fields})
+    parts = parts_of(config, dtype="bfloat16", block_tokens=block_tokens)
+    return replace(parts.kv, windows=_windows_of(config))
 
 
 def _round_projections(layers: nn.Module, *, blocks: bool) -> None:

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sidestream.attention.grouped import GroupedBatch
 from sidestream.attention.interface import AttentionBatch
 from sidestream.attention.paged import PagedBatch
 from sidestream.attention.states import StateBatch, States
@@ -36,6 +37,7 @@ from sidestream.speculate import Context, StepTokens
 from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.kv.state_layout import StateLayout, StateTensor
 
+_Hashes = npt.NDArray[np.int64]
 _PRIME = (1 << 31) - 1
 _WRONG_DRAFTS = 4
 # Hash weights: `_WEIGHTS` for each position and each of the 4 numbers of its KV; `_PARTS` for each of the 4 numbers.
@@ -45,9 +47,17 @@ STATE_WIDTH = 40
 """Size of a `StatefulToyModel`'s state in numbers. Only the last number is used."""
 
 
+def paged_layer(batch: AttentionBatch, layer: int) -> tuple[PagedBatch, int]:
+    """The batch that holds a layer of the model, and the layer's index there. On the host only."""
+    found, index = batch.of_layer(layer) if isinstance(batch, GroupedBatch) else (batch, layer)
+    if not isinstance(found, PagedBatch):
+        raise InvariantError(f"a toy model reads the pool itself, and cannot read it from a {type(found).__name__}")
+    return found, index
+
+
 class ToyModel:
     """A model whose KV is computed from token, position, layer and the KV of earlier layers, and whose next token is
-    computed from the KV that it reads in the pool. Every second layer, from the first on, may have a sliding window.
+    computed from the KV that it reads in the pool. The layers `windowed` have a sliding window, if there is one.
 
     The logits are zero except for one token, so greedy and random sampling give the same token. `eos_every`: about one
     in `eos_every` tokens is the end of sequence, id 0; 0: none. `leaves_hidden` adds two layers to the pool: for a
@@ -64,12 +74,13 @@ class ToyModel:
         eos_every: int = 0,
         leaves_hidden: bool = False,
         window: int = 0,
+        windowed: Sequence[int] = (0, 2),
     ) -> None:
         if max_model_len > len(_WEIGHTS):
             raise InvariantError(
                 f"max_model_len is {max_model_len}: a toy model has weights for {len(_WEIGHTS)} tokens"
             )
-        windows = tuple(0 if layer % 2 else window for layer in range(num_layers)) if window else ()
+        windows = tuple(window * (layer in windowed) for layer in range(num_layers)) if window else ()
         self.layout = KVLayout(num_layers + 2 * leaves_hidden, 1, 2, block_tokens, "float32", windows)
         self.state_layout: StateLayout | None = None
         self.adapters = None
@@ -82,7 +93,9 @@ class ToyModel:
         self.num_heads = 1
         self.max_model_len = max_model_len
         self.eos_token_ids = (0,)
-        self.fingerprint = f"toy-{num_layers}-{vocab_size}-{eos_every}-{window}" + "-hidden" * leaves_hidden
+        self.fingerprint = (
+            f"toy-{num_layers}-{vocab_size}-{eos_every}-{'x'.join(map(str, windows))}" + "-hidden" * leaves_hidden
+        )
         self._eos_every = eos_every
 
     def forward(
@@ -98,8 +111,6 @@ class ToyModel:
         self._advance_states(tokens, states)
         if isinstance(batch, DeviceBatch):
             return self._forward_on_device(tokens, positions, batch, logit_rows)
-        if not isinstance(batch, PagedBatch):
-            raise InvariantError(f"a toy model reads the pool itself, and cannot read it from a {type(batch).__name__}")
         return self._logits(batch, logit_rows, self._run_layers(tokens, positions, batch))
 
     def forward_with_hidden(
@@ -115,7 +126,6 @@ class ToyModel:
         """See `ForwardModel.forward_with_hidden`. The hidden state of a token is one number that depends on all KV up
         to the token. The number is repeated `hidden_size` times, which fills one layer of a block.
         """
-        assert isinstance(batch, PagedBatch), "hidden states are read on the host"
         self._advance_states(tokens, states)
         mixed = self._run_layers(tokens, positions, batch)
         numbers = [[float(self.hidden(self._seen_at(batch, index, mixed)))] for index in range(len(tokens))]
@@ -133,34 +143,33 @@ class ToyModel:
             self._hidden_after[given] = self.hidden(self._reference(np.array(given))) if given else 0
         return self._hidden_after[given]
 
-    def _run_layers(self, tokens: torch.Tensor, positions: torch.Tensor, batch: PagedBatch) -> npt.NDArray[np.int64]:
+    def _run_layers(self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> _Hashes:
         """Write and read every layer. Returns int64 `[T]`: for each token, a hash of all KV that it attends to."""
-        pool, size = batch.kv.numpy(), self.layout.block_tokens
-        ids, slots = tokens.numpy(), batch.slot_mapping.numpy()
-        blocks, offsets = slots // size, slots % size
-        ends = np.array(batch.cu_seqlens_q)
-        rows = np.repeat(np.arange(len(ends) - 1), np.diff(ends))
-        # Index of each token among the KV of its row. Not the position: drafts beyond a row's blocks have higher
-        # positions.
-        last = np.array(batch.kv_lens) - ends[1:]
-        at = last[rows] + np.arange(len(ids))
-        tables = batch.block_tables[:, : self.layout.num_blocks_for(max(batch.kv_lens, default=0))].numpy()
+        ids, size = tokens.numpy(), self.layout.block_tokens
         mixed = np.zeros(len(ids), dtype=np.int64)
         for layer in range(self._num_attended):
-            batch.before_layer(layer)
-            pool[blocks, layer, :, offsets, 0, :] = _written(ids, positions.numpy(), layer, mixed).reshape(-1, 2, 2)
-            there = pool[tables, layer, :, :, 0].swapaxes(2, 3).reshape(len(tables), tables.shape[1] * size, 4)
+            paged, index = paged_layer(batch, layer)
+            slots, ends, pool = paged.slot_mapping.numpy(), np.array(paged.cu_seqlens_q), paged.kv.numpy()
+            rows = np.repeat(np.arange(len(ends) - 1), np.diff(ends))
+            # Index of each token among the KV of its row. Not the position: drafts beyond a row's blocks have higher
+            # positions.
+            at = (np.array(paged.kv_lens) - ends[1:])[rows] + np.arange(len(ids))
+            tables = paged.block_tables[:, : self.layout.num_blocks_for(max(paged.kv_lens, default=0))].numpy()
+            paged.before_layer(index)
+            written = _written(ids, positions.numpy(), layer, mixed).reshape(-1, 2, 2)
+            pool[slots // size, index, :, slots % size, 0, :] = written
+            there = pool[tables, index, :, :, 0].swapaxes(2, 3).reshape(len(tables), tables.shape[1] * size, 4)
             mixed = _mixed(mixed, _seen(_sums(there), rows, at, self.layout.window_of(layer)))
         self._after_layers(batch)
         return mixed
 
-    def _logits(self, batch: PagedBatch, logit_rows: torch.Tensor, mixed: npt.NDArray[np.int64]) -> torch.Tensor:
+    def _logits(self, batch: AttentionBatch, logit_rows: torch.Tensor, mixed: npt.NDArray[np.int64]) -> torch.Tensor:
         logits = torch.zeros(len(logit_rows), self.vocab_size)
         for at, index in enumerate(logit_rows.tolist()):
             logits[at, self.next_token(self._seen_at(batch, index, mixed))] = 100.0
         return logits
 
-    def _seen_at(self, batch: PagedBatch, index: int, mixed: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def _seen_at(self, batch: AttentionBatch, index: int, mixed: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The numbers that determine the next token after the batch's token `index`."""
         return mixed[index : index + 1]
 
@@ -230,7 +239,7 @@ class ToyModel:
         """Layers that hold keys and values of tokens."""
         return self._num_layers
 
-    def _after_layers(self, batch: PagedBatch) -> None:
+    def _after_layers(self, batch: AttentionBatch) -> None:
         """Hook for subclasses: more writes, after all keys and values are written."""
 
     def _advance_states(self, tokens: torch.Tensor, states: StateBatch | None) -> None:
@@ -284,7 +293,8 @@ class RecurrentToyModel(ToyModel):
     def _num_attended(self) -> int:
         return self._num_layers - 1
 
-    def _after_layers(self, batch: PagedBatch) -> None:
+    def _after_layers(self, batch: AttentionBatch) -> None:
+        assert isinstance(batch, PagedBatch)
         batch.before_layer(self._num_attended)
         size = self.layout.block_tokens
         for row, (start, stop) in enumerate(itertools.pairwise(batch.cu_seqlens_q)):
@@ -294,7 +304,8 @@ class RecurrentToyModel(ToyModel):
                 block = batch.kv[table[index], : self._num_attended, :, :, 0].numpy()
                 batch.kv[table[index], self._num_attended, :, :, 0] = torch.from_numpy(_state(before, _bits(block)))
 
-    def _seen_at(self, batch: PagedBatch, index: int, mixed: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def _seen_at(self, batch: AttentionBatch, index: int, mixed: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        assert isinstance(batch, PagedBatch)
         row = bisect.bisect_right(batch.cu_seqlens_q, index) - 1
         length = batch.kv_lens[row] - (batch.cu_seqlens_q[row + 1] - 1 - index)
         complete = batch.block_tables[row][: length // self.layout.block_tokens].tolist()
@@ -354,7 +365,7 @@ class StatefulToyModel(ToyModel):
         if states is not None:
             self._after = states.compute(0, tokens[:, None].float(), _advance)[:, 0].long().tolist()
 
-    def _seen_at(self, batch: PagedBatch, index: int, mixed: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def _seen_at(self, batch: AttentionBatch, index: int, mixed: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         return np.append(super()._seen_at(batch, index, mixed), self._after[index])
 
     def _reference(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -499,10 +510,11 @@ class ToyProposer:
 
     def follow(self, step: StepTokens) -> None:
         """See `Proposer.follow`. Stores the hidden state before each token in the second to last layer of the pool."""
-        assert isinstance(step.batch, PagedBatch)
         assert step.before is not None
-        step.batch.before_layer(step.batch.kv.shape[1] - 2)
-        self._keep(step.batch, step.before[:, :1])
+        batch = step.batch.blocks if isinstance(step.batch, GroupedBatch) else step.batch
+        assert isinstance(batch, PagedBatch)
+        batch.before_layer(batch.kv.shape[1] - 2)
+        self._keep(batch, step.before[:, :1])
 
     def _keep(self, batch: PagedBatch, values: torch.Tensor) -> None:
         layer, size = batch.kv.shape[1] - 2, batch.kv.shape[3]

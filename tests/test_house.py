@@ -60,12 +60,12 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 # Lines of today, rounded up. A part that must grow first says what it makes unnecessary; a part that shrank gets a
 # lower bound.
 LINES = {
-    "sidestream_kv": 18_020,
+    "sidestream_kv": 18_120,
     "sidestream_order": 6_050,
-    "sidestream": 48_110,
-    "proof": 21_990,
-    "bench": 10_540,
-    "tests": 68_480,
+    "sidestream": 48_760,
+    "proof": 22_240,
+    "bench": 10_650,
+    "tests": 68_820,
 }
 
 

@@ -40,6 +40,7 @@ from proof.mutations import (
     states,
     tier_io,
     tiers,
+    windows,
 )
 from proof.mutations.hazards import HAZARDS
 from proof.mutations.marks import product_marks
@@ -87,6 +88,7 @@ _TABLES = (
     device,
     cuda,
     declarations,
+    windows,
 )
 
 MUTATIONS: tuple[Mutation, ...] = tuple(mutation for table in _TABLES for mutation in table.MUTATIONS)

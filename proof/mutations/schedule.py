@@ -8,10 +8,10 @@ from proof.mutations.operators import (
     Delete,
     DropArgument,
     DropOperand,
+    MoveAfter,
     Never,
     SetArgument,
     SetOperand,
-    Swap,
     Unwrap,
     Value,
 )
@@ -121,7 +121,7 @@ MUTATIONS = (
     Mutation(
         name="hits-are-leased-before-others-are-evicted",
         hazard="H11",
-        change=Swap(),
+        change=MoveAfter("admission-takes-its-blocks"),
         consequence="cached blocks that a request found are evicted to make room for the same request",
     ),
     Mutation(

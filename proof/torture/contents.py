@@ -14,10 +14,13 @@ from proof.torture.oracle import SALT, Computed, Reference, toy_of
 from proof.torture.script import ScriptedModel
 from proof.torture.workload import Workload
 from proof.toy import STATE_WIDTH
+from sidestream.engine.build_plan import block_layout, windowed_layers
 from sidestream.schedule.states import part_keys
+from sidestream.schedule.windows import page_keys
 from sidestream_kv.kv.keys import BlockKeys
 from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.kv.state_layout import StateLayout, StateTensor, blocks_per_state
+from sidestream_kv.kv.window_layout import WindowedLayers
 from sidestream_kv.types import Key
 
 _OTHER_STATES = StateLayout((StateTensor(0, "other", 0, (1,), "float32"),), 1, "float32")
@@ -31,8 +34,8 @@ class Contents:
     without_window  byte range of each layer without a sliding window, in a block
     blocks       the KV bytes of each key's block; equal in every tier
     states       the recurrent state at the end of each key's block; empty: the model has none
-    parts        by key, a tier block that holds a part of a checkpoint of the recurrent state: first byte and content
-                 of each range to compare. Other bytes are undefined
+    parts        by key, a block that holds a part of a checkpoint of the recurrent state, or of a page: first byte and
+                 content of each range to compare. Other bytes are undefined
     collisions   findings: one sentence for each pair of different blocks with the same key
     """
 
@@ -47,15 +50,14 @@ class Contents:
 def contents_of(workload: Workload, reference: Reference) -> Contents:
     """Compute the contents of all keys that the workload's requests may use."""
     model = ScriptedModel(toy_of(workload))
-    layers = model.layout.layers_without_window
-    contents = Contents(
-        model.layout.block_bytes, tuple(slice(*model.layout.layer_span(0, layer, layer + 1)) for layer in layers)
-    )
+    layout, windows = block_layout(model), windowed_layers(model)
+    layers = layout.layers_without_window
+    contents = Contents(layout.block_bytes, tuple(slice(*layout.layer_span(0, layer, layer + 1)) for layer in layers))
     identities: dict[Key, tuple[int, str, tuple[int, ...]]] = {}
     size = model.layout.block_tokens
     keys_of_version = {
         weights: BlockKeys(
-            fingerprint=model.fingerprint_of(weights), layout=model.layout, salt=SALT, states=model.state_layout
+            fingerprint=model.fingerprint_of(weights), layout=layout, salt=SALT, states=model.state_layout
         )
         for weights in range(len(reference.samples))
     }
@@ -66,7 +68,11 @@ def contents_of(workload: Workload, reference: Reference) -> Contents:
             identity = computed.weights, computed.salt, computed.tokens[: (index + 1) * size]
             if (known := identities.setdefault(key, identity)) != identity:
                 contents.collisions.append(f"{_words(known)} and {_words(identity)} have the key {key.hex()[:8]} (H14)")
-            contents.blocks[key] = block
+            contents.blocks[key] = block if windows is None else _layers_in(block, model.layout, windows, -1)
+            for part in range(0 if windows is None else windows.parts):
+                assert windows is not None
+                held = _layers_in(block, model.layout, windows, part)
+                contents.parts[page_keys(key, windows.parts)[part]] = ((0, held),)
         for key, state in zip(keys, computed.states, strict=False):
             contents.states[key] = state
         contents.parts.update(_parts_of(model, dict(zip(keys, computed.states, strict=False))))
@@ -84,7 +90,7 @@ def _shared_with_other_engines(
     """
     if not computed:
         return
-    layout, first = model.layout, computed[0]
+    layout, first = block_layout(model), computed[0]
     others: dict[str, tuple[str, KVLayout, str, StateLayout | None]] = {
         "other weights": (model.fingerprint_of(len(computed)), layout, SALT, model.state_layout),
         "another dtype": (model.fingerprint, replace(layout, dtype="float16"), SALT, model.state_layout),
@@ -111,6 +117,13 @@ def _words(identity: tuple[int, str, tuple[int, ...]]) -> str:
     weights, salt, tokens = identity
     salted = f" with salt {salt!r}" if salt else ""
     return f"the block behind {list(tokens)}{salted} under weights {weights}"
+
+
+def _layers_in(block: bytes, layout: KVLayout, windows: WindowedLayers, part: int) -> bytes:
+    """Those layers of a block of all layers that lie in one part of a page; -1: in the block itself."""
+    places = windows.places(layout.num_layers)
+    spans = [layout.layer_span(0, layer, layer + 1) for layer in range(layout.num_layers) if places[layer][0] == part]
+    return b"".join(block[start:stop] for start, stop in spans)
 
 
 def _parts_of(model: ScriptedModel, states: dict[Key, int]) -> dict[Key, tuple[tuple[int, bytes], ...]]:

@@ -18,6 +18,7 @@ from proof.toy import ToyDraftHead, ToyProposer
 from proof.toy_grammar import ToyGrammars
 from sidestream.config import EngineConfig, KVEventsConfig, SpeculativeConfig
 from sidestream.engine import Engine, build_engine
+from sidestream.engine.build_plan import all_layers_bytes, block_layout
 from sidestream.ranks.fences import local_fence
 from sidestream.runner.step_inputs import GraphKey
 from sidestream.schedule.allocation import Reuse
@@ -100,7 +101,7 @@ class Life:
                 proposer=self._proposer(workload),
                 grammars=ToyGrammars(workload.vocab),
             )
-            self.events = EventReplay(self.engine)
+            self.events = EventReplay(self.engine, parts=contents.parts)
             self._publish_events = self._hold_events_back()
             self._watch_losses()
             if workload.layer_groups:  # rows may join a step long before their load ends
@@ -137,7 +138,7 @@ class Life:
         """Capture one batch shape and, if the workload has drafts, a shape with one draft and a shape without drafts.
         Batches of other shapes run eagerly.
         """
-        parts, layout = self.engine.parts, self.model.layout
+        parts, layout = self.engine.parts, self.engine.parts.layout
         has_states = workload.states > 0
         few = (
             [
@@ -209,7 +210,7 @@ class Life:
 
 
 def _config(workload: Workload, model: ScriptedModel) -> EngineConfig:
-    size = model.layout.block_bytes
+    size = block_layout(model).block_bytes
     offload = (
         OffloadConfig(
             host=workload.slots * size * workload.ranks,
@@ -220,7 +221,7 @@ def _config(workload: Workload, model: ScriptedModel) -> EngineConfig:
         else None
     )
     return EngineConfig(
-        kv_memory=workload.blocks * size + state_bytes(model, workload.states),
+        kv_memory=workload.blocks * all_layers_bytes(model) + state_bytes(model, workload.states),
         state_memory=state_bytes(model, workload.states) or None,
         block_tokens=model.layout.block_tokens,
         chunk_tokens=workload.chunk_tokens,

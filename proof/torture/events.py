@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from sidestream.engine import Engine
 from sidestream.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, block_hash
@@ -18,9 +18,12 @@ class EventReplay:
             duplicates
     """
 
-    def __init__(self, engine: Engine) -> None:
-        """Subscribes to the engine's events. Call it before the engine's first step."""
+    def __init__(self, engine: Engine, *, parts: Container[Key] = ()) -> None:
+        """Subscribes to the engine's events. Call it before the engine's first step. `parts`: keys of parts of blocks,
+        which no event names.
+        """
         self._parts = engine.parts
+        self._hidden = parts
         self._tokens: dict[int, tuple[int | None, tuple[int, ...]]] = {}
         self.held: defaultdict[str, set[int]] = defaultdict(set)
         self.wrong: dict[str, None] = {}
@@ -59,10 +62,10 @@ class EventReplay:
         self.wrong.update(dict.fromkeys(f"block {block:016x} of {medium} {text}" for block in sorted(blocks)))
 
     def _findable(self) -> dict[str, Iterable[Key]]:
-        """The findable keys of each medium. Tiers of a model with recurrent states send no events."""
+        """The findable keys of each medium. Tiers of a model whose prefixes need parts send no events."""
         parts = self._parts
-        findable: dict[str, Iterable[Key]] = {"GPU": parts.blocks._index}
-        if parts.tiers is not None and parts.states is None:
+        findable: dict[str, Iterable[Key]] = {"GPU": [key for key in parts.blocks._index if key not in self._hidden]}
+        if parts.tiers is not None and not parts.scheduler.has_parts:
             findable["CPU"] = parts.tiers.host.pool._index
             findable |= {name.upper(): tier.index for name, tier in parts.tiers.persistent.items()}
         return findable

@@ -234,7 +234,7 @@ def _differing(what: str, key: Key, payload: bytes, contents: Contents, *, parti
         payload, right = (b"".join(data[layer] for layer in contents.without_window) for data in (payload, right))
     if key in contents.parts:
         if wrong := [at for at, data in contents.parts[key] if payload[at : at + len(data)] != data]:
-            yield f"{what} is findable as {key.hex()[:8]}, but is no part of that state, from byte {wrong[0]} on (H15)"
+            yield f"{what} is findable as {key.hex()[:8]}, but is not that state or page, from byte {wrong[0]} on (H15)"
     elif right is None:
         yield f"{what} is findable under {key.hex()[:8]}, which no request has"
     elif payload != right:

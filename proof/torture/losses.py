@@ -136,8 +136,8 @@ def lost_hits(parts: Parts, request: Request, reuse: Reuse) -> Iterator[str]:
     """Sentences about blocks that the request could reuse and does not. Call it when the request is admitted.
 
     It reuses as many of its first blocks as are on the device or in host memory, and has a checkpoint of the recurrent
-    state at their end. It waits for slower tiers before. But it loads no block if computing is expected to be faster,
-    and does not try again a tier that has failed it.
+    state at their end, and the pages of the window before their end. It waits for slower tiers before. But it loads no
+    block if computing is expected to be faster, and does not try again a tier that has failed it.
     """
     scheduler, limits = parts.scheduler, parts.scheduler.limits
     most_blocks = (len(request.tokens) - 1) // limits.block_tokens
@@ -161,6 +161,9 @@ def lost_hits(parts: Parts, request: Request, reuse: Reuse) -> Iterator[str]:
             if parts.states is not None and parts.states.get(keys[count - 1]) is None:
                 assert parts.state_region is not None
                 loads = part_keys(keys[count - 1], parts.state_region.blocks_per_state)
+            if (windows := scheduler._windows) is not None:
+                pages = [keys[at] for at in windows.window(count)]
+                loads = [part for key in pages if windows.on_device(key) is None for part in windows.part_keys(key)]
             hits = next((at for at in range(count) if not is_usable(keys[at], at < before)), count)
             sources = [source for key in (*loads, *keys[hits:count]) if (source := tier_of(key)) is not None]
             if len(sources) == len(loads) + count - hits:

@@ -7,9 +7,10 @@ without cache, tiers, preemption or aborts. The reference is computed once for e
 
 from __future__ import annotations
 
+import functools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +25,7 @@ from sidestream.attention.paged import PagedBatch
 from sidestream.client.front_end import OutputProcessor
 from sidestream.config import EngineConfig, SamplingParams, StructuredOutputs
 from sidestream.engine import Engine, build_engine
+from sidestream.engine.build_plan import all_layers_bytes
 from sidestream.types import Delta
 from sidestream_kv.kv.state_layout import RESERVED_STATES, blocks_per_state
 from sidestream_order.sim import make_policy
@@ -104,8 +106,12 @@ def params_of(number: int, asked: Asked, *, vocab: int) -> SamplingParams:
 
 
 def toy_of(workload: Workload) -> ToyModel:
-    """The toy model that the workload uses."""
-    kind = StatefulToyModel if workload.states else ToyModel
+    """The toy model that the workload uses. Two layers have blocks of their own, if their window is even; otherwise one
+    layer has a window, which lies in the blocks of all layers.
+    """
+    kind: Callable[..., ToyModel] = StatefulToyModel if workload.states else ToyModel
+    if workload.window % 2 and not workload.states:
+        kind = functools.partial(ToyModel, windowed=(1,))
     return kind(
         vocab_size=workload.vocab,
         eos_every=workload.eos_every,
@@ -190,7 +196,7 @@ def run_alone(workload: Workload, model: ScriptedModel, numbers: Sequence[int]) 
     size = model.layout.block_tokens
     rows = max(4, *(asked.n for asked in workload.requests))
     config = EngineConfig(
-        kv_memory=needed * model.layout.block_bytes + state_bytes(model, rows),
+        kv_memory=needed * all_layers_bytes(model) + state_bytes(model, rows),
         state_memory=state_bytes(model, rows) or None,
         block_tokens=size,
         chunk_tokens=workload.chunk_tokens,

@@ -20,9 +20,10 @@ import torch
 from proof.disk_slots import DiskSlots
 from proof.faults import failure_of
 from proof.torture.workload import DAMAGE, Fault, Operation, Workload
+from proof.toy import paged_layer
 from sidestream.attention.interface import AttentionBatch
-from sidestream.attention.paged import PagedBatch
 from sidestream.attention.states import StateBatch
+from sidestream.engine.build_plan import block_layout
 from sidestream.errors import DeviceLost, InvariantError, TierCorrupt, TierError, TierFull
 from sidestream.runner.forward import Left
 from sidestream_kv.device.base import CopyBatch, Memory
@@ -215,18 +216,19 @@ class ScriptedModel:
             # A step that waits for loads declares its accesses layer by layer; other steps declare them at the start. A
             # failing step must declare the accesses of all layers too, because later steps may already have been
             # launched.
-            assert isinstance(batch, PagedBatch), "toy models run only on a PagedBatch"
             for layer in range(self.layout.num_layers):
-                batch.before_layer(layer)
+                paged, index = paged_layer(batch, layer)
+                paged.before_layer(index)
             self._device.step_failed = True
         self._device.play(fault, proceed, torn=_never)
         if fault is not None and fault.kind == "nan":
-            assert isinstance(batch, PagedBatch), "toy models run only on a PagedBatch"
             given[0].fill_(torch.nan)
-            for last in logit_rows.tolist():  # only rows with logits: no result of other rows is read
-                row = bisect_left(batch.cu_seqlens_q, last + 1) - 1
-                slots = batch.slot_mapping[batch.cu_seqlens_q[row] : last + 1]
-                batch.kv[slots // self.layout.block_tokens, :, :, slots % self.layout.block_tokens] = -1.0
+            size = self.layout.block_tokens
+            for layer, last in itertools.product(range(self.layout.num_layers), logit_rows.tolist()):
+                paged, index = paged_layer(batch, layer)  # only rows with logits: no result of other rows is read
+                row = bisect_left(paged.cu_seqlens_q, last + 1) - 1
+                slots = paged.slot_mapping[paged.cu_seqlens_q[row] : last + 1]
+                paged.kv[slots // size, index, :, slots % size] = -1.0
         return given[0]
 
 
@@ -393,9 +395,9 @@ class Scratch:
     ) -> DiskTier:
         return DiskTier.open(
             path,
-            layout=model.layout,
+            layout=block_layout(model),
             fingerprint=model.fingerprint,
-            capacity_bytes=num_blocks * entry_bytes(model.layout),
+            capacity_bytes=num_blocks * entry_bytes(block_layout(model)),
             batches=batches,
             tracer=tracer,
         )

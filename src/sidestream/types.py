@@ -97,6 +97,8 @@ class RowPlan(NamedTuple):
     begin             initial device state, in the first chunk of each epoch
     drafts            number of draft tokens; 0 in prefill
     states            ids of the request's recurrent states; None: the model has none
+    window_table      block ids of the pages of `block_table`, if layers with a sliding window have blocks of their own;
+                      those behind the row's windows belong to others
 
     `min_start` and `min_output_index` are exact, unless drafts of an earlier step are in flight. Then only the device
     knows how many of those drafts are accepted. So both values are lower bounds, and the row's `1 + drafts` tokens lie
@@ -115,6 +117,7 @@ class RowPlan(NamedTuple):
     begin: RowStart | None = None
     drafts: int = 0
     states: StateIds | None = None
+    window_table: tuple[BlockId, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -144,6 +147,7 @@ class RowColumns(NamedTuple):
     begin: tuple[RowStart | None, ...]
     drafts: tuple[int, ...]
     states: tuple[StateIds | None, ...]
+    window_table: tuple[tuple[BlockId, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, init=False)

@@ -20,6 +20,7 @@ from proof.toy import ToyModel
 from sidestream.client.front_end import OutputProcessor
 from sidestream.config import EngineConfig, SamplingParams
 from sidestream.engine import Engine, Handle, build_engine
+from sidestream.engine.build_plan import all_layers_bytes, block_layout
 from sidestream.speculate import Proposer
 from sidestream.types import CachedTokens, Delta, TokenLogprob
 from sidestream_kv.config import OffloadConfig
@@ -136,7 +137,7 @@ class Rig:
     ) -> None:
         self.model = model or ToyModel()
         self.tokenizer = tokenizer or ToyTokenizer()
-        layout = self.model.layout
+        layout = block_layout(self.model)
         host = slots * layout.block_bytes
         tier = {"load_deadline_s": load_deadline_s, "write_policy": write_policy, "shared_memory": shared_memory}
         offload = OffloadConfig(host, **tier) if slots else None  # type: ignore[arg-type]
@@ -156,7 +157,9 @@ class Rig:
             "max_running": 4,
             **options,
         }
-        config = EngineConfig(kv_memory=blocks * layout.block_bytes, offload=offload, compute_threads=1, **sizes)
+        config = EngineConfig(
+            kv_memory=blocks * all_layers_bytes(self.model), offload=offload, compute_threads=1, **sizes
+        )
         self.engine: Engine = build_engine(
             self.model,
             config,

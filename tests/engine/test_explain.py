@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from engine_rig import Rig, prompts, serving
 
-from proof.toy import StatefulToyModel
+from proof.toy import StatefulToyModel, ToyModel
 from sidestream.engine.stats import Asked, CacheHistory
 from sidestream.types import CacheExplanation
 from sidestream_kv.offload.loads import Loads
@@ -170,6 +170,15 @@ def test_blocks_without_a_recurrent_state_at_their_end_say_so() -> None:
             (16, 20, "not_seen", ""),
             (20, 21, "last_block", ""),
         ]
+
+
+def test_blocks_without_the_pages_of_their_window_say_so() -> None:
+    with serving(model=ToyModel(window=6), slots=64) as rig:
+        rig.ask(PROMPT)
+        rig.settle()
+        rig.forget_device()
+        rig.ask([*PROMPT[:18], 59, 58, 57], name="again")
+        assert reasons(rig, "again")[0] == (0, 16, "window", "host")
 
 
 def test_a_later_request_is_no_relative() -> None:

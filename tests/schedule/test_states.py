@@ -286,16 +286,16 @@ def test_checkpoints_of_prompts_are_stored_with_their_blocks() -> None:
 def test_the_newest_checkpoint_is_stored_when_its_request_ends() -> None:
     turns = Turns()
     turns.answer(list(range(10)), outputs=12)
-    latest = turns.scheduler.store_latest_states()
+    latest = turns.scheduler.store_latest()
     assert latest is not None
     plan, lease = latest
     assert plan.keys == tuple(part_keys(turns.key([*range(10), *[1] * 10]), 2))
     assert not plan.returning
     assert not turns.states.is_cached(lease.ids[0])
     lease.release()
-    assert turns.scheduler.store_latest_states() is None
+    assert turns.scheduler.store_latest() is None
     turns.answer([*range(10), *[1] * 12, *range(20, 30)], outputs=12)
-    latest = turns.scheduler.store_latest_states()
+    latest = turns.scheduler.store_latest()
     assert latest is not None
     assert latest[0].returning == frozenset(latest[0].keys)  # it continued an earlier turn
     latest[1].release()
@@ -304,7 +304,7 @@ def test_the_newest_checkpoint_is_stored_when_its_request_ends() -> None:
 def superseded(turns: Turns) -> list[bytes]:
     """Keys of all checkpoints that were superseded so far, by the key of their first part."""
     plans = list(turns.stored)
-    if (latest := turns.scheduler.store_latest_states()) is not None:
+    if (latest := turns.scheduler.store_latest()) is not None:
         plans.append(latest[0])
         latest[1].release()
     return [key for plan in plans for key in plan.superseded]

@@ -173,16 +173,16 @@ def _build_parts(
     """
     for part, num_bytes in plan.bytes_by_part().items():
         metrics.set("kv_memory_bytes", num_bytes, part)
-    metrics.set("kv_token_bytes", plan.model.layout.block_bytes / plan.model.layout.block_tokens)
+    metrics.set("kv_token_bytes", plan.layout.block_bytes / plan.layout.block_tokens)
     inbox, costs = Inbox(), CostModel(plan.tier_layout, clock=device.now)
     transfers = _build_transfers(plan, rank, device, costs, metrics, inbox)
-    key_log = None if events is None else _log_keys(events, rank)
+    key_log = None if events is None else _log_keys(events, rank, plan)
     return Parts(
         device=device,
         scheduler=_build_scheduler(plan, rank, transfers, key_log),
         executor=rank.executor if ranks is None else joint_executor(rank.executor, ranks),
         blocks=rank.blocks,
-        layout=plan.model.layout,
+        layout=plan.layout,
         eos_ids=tuple(sorted({*plan.model.eos_token_ids, *eos_ids})),
         defaults=defaults,
         metrics=metrics,
@@ -217,7 +217,7 @@ def _build_transfers(
     return OffloadConnector(
         device=device,
         pools=[rank.blocks] if rank.states is None else [rank.blocks, rank.states],
-        memory=BlockMemory(rank.memory, plan.model.layout),
+        memory=BlockMemory(rank.memory, plan.layout),
         tiers=rank.tiers,
         costs=costs,
         metrics=metrics,
@@ -246,7 +246,7 @@ def _build_scheduler(
             tail_apart=sizes.separate_tail_chunk,
             target_gap_s=sizes.target_gap_s,
             state_interval=config.state_interval // model.layout.block_tokens,
-            window=model.layout.window,
+            window=model.layout.window if plan.windows is None else 0,
             read_ahead_blocks=rank.tiers.host.num_slots // 4 if rank.tiers is not None and rank.tiers.persistent else 0,
         ),
         blocks=rank.blocks,
@@ -262,6 +262,7 @@ def _build_scheduler(
             forced_only=isinstance(plan.proposer, GrammarProposer),
         ),
         states=None if rank.states is None or plan.region is None else (rank.states, plan.region),
+        windows=plan.windows,
         key_log=key_log,
     )
 
@@ -280,15 +281,15 @@ def _kv_events(config: EngineConfig, model: ServableModel, metrics: Metrics) -> 
     return KVEvents(config.kv_events, log=log, block_tokens=block_tokens, metrics=metrics, sockets=sockets)
 
 
-def _log_keys(events: KVEvents, rank: RankParts) -> DeviceKeyLog:
+def _log_keys(events: KVEvents, rank: RankParts, plan: BuildPlan) -> DeviceKeyLog:
     """Start to log the keys of the tiers, beginning with the keys that persistent tiers already hold. Returns the log
     of the device's keys.
 
-    Tiers of a model with recurrent states are not logged, because some of their keys identify parts of states, not
-    blocks.
+    Tiers of a model with recurrent states, or with pages, are not logged, because some of their keys identify parts of
+    these, not blocks.
     """
     tiers = rank.tiers
-    if tiers is not None and rank.states is None:
+    if tiers is not None and rank.states is None and plan.windows is None:
         tiers.host.pool.key_log = events.log.tier(HOST)
         for name, tier in tiers.persistent.items():
             tier.index.key_log = log = events.log.tier(name)

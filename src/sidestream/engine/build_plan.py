@@ -29,6 +29,7 @@ from sidestream_kv.device.kinds import CPU, CUDA
 from sidestream_kv.kv.eight_bit import EightBitLayout, layout_in_tiers
 from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.kv.state_layout import RESERVED_STATES, StateLayout, StateRegion, blocks_per_state
+from sidestream_kv.kv.window_layout import WindowedLayers
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class BuildPlan:
     max_drafts   largest number of drafts of a row
     num_blocks   number of blocks of the KV pool
     region       location of the recurrent states, after the blocks; None: the model has no recurrent state
+    windows      the layers with a sliding window, if they have blocks of their own; None: they have not
     origin       text for the log: where the size of the pool comes from
     group        the ranks that share the model; None: there is one rank
     """
@@ -102,9 +104,15 @@ class BuildPlan:
     max_drafts: int
     num_blocks: int
     region: StateRegion | None
+    windows: WindowedLayers | None
     bounds: Bounds
     origin: str
     group: Group | None = None
+
+    @property
+    def layout(self) -> KVLayout:
+        """The layout of the pool's blocks."""
+        return block_layout(self.model)
 
     @property
     def tier_layout(self) -> KVLayout | EightBitLayout:
@@ -133,13 +141,13 @@ class BuildPlan:
         """Bytes of the one allocation for blocks and recurrent states."""
         if self.region is not None:
             return self.region.stop_byte
-        return (self.num_blocks + self.scratch_blocks) * self.model.layout.block_bytes
+        return (self.num_blocks + self.scratch_blocks) * self.layout.block_bytes
 
     def bytes_by_part(self) -> dict[str, int]:
         """Bytes of device memory of each part of the cache. `draft_inputs` has its own allocation; the other
         parts share one.
         """
-        block_bytes, region = self.model.layout.block_bytes, self.region
+        block_bytes, region = self.layout.block_bytes, self.region
         reserved = self.scratch_blocks * block_bytes
         parts = {"blocks": self.num_blocks * block_bytes}
         if region is not None:
@@ -151,7 +159,7 @@ class BuildPlan:
 
     def log_sizes(self) -> None:
         """Log the sizes. Call it when the memory is allocated: until then, they may still be refused."""
-        layout, running = self.model.layout, self.sizes.max_running
+        layout, running = self.layout, self.sizes.max_running
         logger.info(
             "KV memory: %.2f GiB on %s, %d tokens (%s); up to %d requests run at once",
             self.num_blocks * layout.block_bytes / 2**30,
@@ -189,7 +197,7 @@ def sizes_for(model: ServableModel, config: EngineConfig, *, on_gpu: bool) -> En
     tier_layout(model, config)
     sizes = config.sizes(CUDA if on_gpu else CPU)
     if sizes.kv_bytes is not None:
-        _check_pool(sizes.kv_bytes, model.layout)
+        _check_pool(sizes.kv_bytes, model)
     if config.max_model_len is not None and config.max_model_len > model.max_model_len:
         raise ConfigError(
             f"max_model_len is {config.max_model_len}, the model was made for {model.max_model_len}: lower it"
@@ -210,7 +218,12 @@ def tier_layout(model: ServableModel, config: EngineConfig) -> KVLayout | EightB
             f"kv_dtype is {kv_dtype}, but the engine has {config.tensor_parallel} ranks, and copies of several ranks "
             "do not convert KV: leave kv_dtype out"
         )
-    return layout_in_tiers(model.layout, kv_dtype)
+    if kv_dtype != "auto" and windowed_layers(model) is not None:
+        raise ConfigError(
+            f"kv_dtype is {kv_dtype}, but layers with a sliding window have blocks of their own, which are not "
+            "converted: leave kv_dtype out"
+        )
+    return layout_in_tiers(block_layout(model), kv_dtype)
 
 
 def plan_build(
@@ -231,7 +244,7 @@ def plan_build(
             f"self_check is {config.self_check}, but the model has recurrent states: a step overwrites the state "
             "that it reads, so it cannot run twice; leave self_check out"
         )
-    layout, proposer = model.layout, _proposer(config, proposer)
+    windows, layout, proposer = windowed_layers(model), block_layout(model), _proposer(config, proposer)
     max_drafts = 0 if config.speculative is None else config.speculative.max_drafts
     if sizes.kv_bytes is not None:
         kv_bytes, origin = sizes.kv_bytes, "the default" if config.kv_memory is None else "as asked"
@@ -240,9 +253,11 @@ def plan_build(
     scratch = _scratch_blocks(proposer)
     region, num_blocks = None, kv_bytes // layout.block_bytes
     if model.state_layout is not None:
-        region = _size_states(model.state_layout, layout, config, sizes, kv_bytes, scratch=scratch)
+        region = _size_states(model, model.state_layout, config, sizes, kv_bytes, scratch=scratch)
         num_blocks = region.num_blocks - scratch
     pool_tokens = num_blocks * layout.block_tokens
+    if windows is not None:
+        pool_tokens = windows.longest(num_blocks, sizes.chunk_tokens + 1 + max_drafts)
     if config.speculative is not None and max_drafts + 2 > pool_tokens:
         raise ConfigError(
             f"max_drafts is {max_drafts}, the pool holds {pool_tokens} tokens: at most {pool_tokens - 2} drafts fit "
@@ -256,7 +271,28 @@ def plan_build(
         max_unfinished=config.max_waiting + sizes.max_running,
         padding_token=model.padding_token,
     )
-    return BuildPlan(model, config, sizes, device, proposer, max_drafts, num_blocks, region, bounds, origin, group)
+    return BuildPlan(
+        model, config, sizes, device, proposer, max_drafts, num_blocks, region, windows, bounds, origin, group
+    )
+
+
+def windowed_layers(model: ServableModel) -> WindowedLayers | None:
+    """The model's layers with a sliding window, if they get blocks of their own; None: they do not. Layers of a model
+    with recurrent states stay together.
+    """
+    return None if model.state_layout is not None else WindowedLayers.of(model.layout)
+
+
+def block_layout(model: ServableModel) -> KVLayout:
+    """The layout of the blocks in which the model's KV lies."""
+    windows = windowed_layers(model)
+    return model.layout if windows is None else windows.blocks
+
+
+def all_layers_bytes(model: ServableModel) -> int:
+    """Bytes that all layers of a block's tokens take: of the block, and of its page if it has one."""
+    windows = windowed_layers(model)
+    return model.layout.block_bytes if windows is None else (1 + windows.parts) * windows.blocks.block_bytes
 
 
 def _proposer(config: EngineConfig, given: Proposer | None) -> Proposer | None:
@@ -286,7 +322,7 @@ def _free_bytes_of_all(
     kv_bytes = _free_bytes(model, config, sizes, max_drafts, device)
     if group is not None:
         kv_bytes = int(group.all_gather(torch.tensor([kv_bytes], device=device)).min())
-    _check_pool(kv_bytes, model.layout)
+    _check_pool(kv_bytes, model)
     return kv_bytes, "what the weights leave free; --kv-memory changes it"
 
 
@@ -294,7 +330,7 @@ def _free_bytes(
     model: ServableModel, config: EngineConfig, sizes: EngineSizes, max_drafts: int, device: torch.device
 ) -> int:
     """Bytes for the block pool that are left on this rank's GPU after the weights and the attention buffers."""
-    layout = model.layout
+    layout = block_layout(model)
     torch.cuda.empty_cache()  # frees memory that torch has cached since the check of the loaded model
     spec = _attention_spec(model, sizes, max_drafts, device)
     kept = 0 if model.state_layout is None else model.state_layout.draft_bytes(sizes.max_running + 1, max_drafts)
@@ -327,11 +363,18 @@ def _attention_spec(
 
 
 def _size_states(
-    states: StateLayout, blocks: KVLayout, config: EngineConfig, sizes: EngineSizes, budget: int, *, scratch: int
+    model: ServableModel,
+    states: StateLayout,
+    config: EngineConfig,
+    sizes: EngineSizes,
+    budget: int,
+    *,
+    scratch: int,
 ) -> StateRegion:
     """Divide `budget` bytes between blocks and recurrent states. `scratch`: number of scratch blocks, which are not
     part of the budget.
     """
+    blocks = block_layout(model)
     asked = None if config.state_memory is None else parse_bytes(config.state_memory, option="state_memory")
     state_bytes = blocks_per_state(states, blocks.block_bytes) * blocks.block_bytes
     count = num_states(
@@ -349,18 +392,19 @@ def _size_states(
             f"give state_memory at least {least} bytes, and kv_memory more than that"
         )
     left = budget - (count + RESERVED_STATES) * state_bytes
-    _check_pool(left, blocks)
+    _check_pool(left, model)
     region = StateRegion(states, blocks.block_bytes, left // blocks.block_bytes + scratch, count)
     if region.stop_byte > budget + scratch * blocks.block_bytes:  # alignment moved the region: use fewer blocks
         region = StateRegion(states, blocks.block_bytes, 2 * region.num_blocks - region.first_block, count)
     return region
 
 
-def _check_pool(kv_bytes: int, layout: KVLayout) -> None:
-    if kv_bytes < 2 * layout.block_bytes:
+def _check_pool(kv_bytes: int, model: ServableModel) -> None:
+    least = all_layers_bytes(model)
+    if kv_bytes < 2 * least:
         raise ConfigError(
-            f"kv_memory is {kv_bytes} bytes, a block of {layout.block_tokens} tokens takes {layout.block_bytes}: "
-            f"give at least {2 * layout.block_bytes} bytes"
+            f"kv_memory is {kv_bytes} bytes, a block of {model.layout.block_tokens} tokens takes {least}: "
+            f"give at least {2 * least} bytes"
         )
 
 

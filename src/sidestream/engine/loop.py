@@ -112,7 +112,7 @@ class StepLoop:
         self._commit(self._sampled(self.in_flight))  # rule: last-step-is-committed-before-the-end
         self.in_flight = None
         self._streams.abort_all()
-        self._store_latest_states()
+        self._store_latest()
         self._streams.deliver_outputs()  # rule: last-outputs-are-delivered-when-the-engine-ends
         self._flush_kv_events()
         self._gauges.update(force=True)
@@ -132,7 +132,7 @@ class StepLoop:
         parts, previous = self._parts, self.in_flight
         self._listener.apply_messages()
         self._listener.apply_events()
-        self._store_latest_states()
+        self._store_latest()
         if previous is None:  # rule: new-weights-wait-for-the-step-in-flight
             self.weights.apply()
         begin_s = parts.device.now()
@@ -154,10 +154,10 @@ class StepLoop:
         self.in_flight = self._sampled(step)
         return step is not None or previous is not None
 
-    def _store_latest_states(self) -> None:
-        """Store the newest recurrent states of preempted and ended requests."""
+    def _store_latest(self) -> None:
+        """Store what is kept of the ends of preempted and ended requests: recurrent states, or pages of windows."""
         transfers = self._parts.transfers
-        if (latest := self._parts.scheduler.store_latest_states()) is None:
+        if (latest := self._parts.scheduler.store_latest()) is None:
             return
         store, lease = latest
         if transfers is not None:
@@ -225,6 +225,7 @@ class StepLoop:
         store = parts.scheduler.publish(committed)  # rule: completed-blocks-are-published-before-their-requests-end
         if parts.transfers is not None and store is not None:  # rule: store-is-submitted-before-its-blocks-are-released
             parts.transfers.submit([store])
+        parts.scheduler.trim(committed)  # rule: store-of-a-page-is-submitted-before-its-release
         self._streams.finish(endings)  # rule: ended-requests-end
         for ending in complete:
             self._streams.end_sample(*ending)

@@ -120,7 +120,7 @@ def _tier_fingerprint(model: ServableModel) -> str:
 
 def _allocate_pools(plan: BuildPlan) -> tuple[Memory, FencedPool, FencedPool | None]:
     """Allocate the device memory of blocks and recurrent states, and make their pools."""
-    device, block_bytes, region = plan.device, plan.model.layout.block_bytes, plan.region
+    device, block_bytes, region = plan.device, plan.layout.block_bytes, plan.region
     memory = device.allocate("kv", plan.memory_bytes)
     plan.log_sizes()
     blocks, states = FencedPool("device blocks", plan.num_blocks, tracer=device.tracer), None
@@ -145,6 +145,7 @@ def _build_executor(plan: BuildPlan, memory: Memory) -> Executor:
         attention=_attention(plan),
         ops=select_ops(has_kernels=plan.on_gpu),
         states=plan.region,
+        windows=plan.windows,
         group=plan.group,
         proposer=plan.proposer,
         max_drafts=plan.max_drafts,
@@ -154,7 +155,7 @@ def _build_executor(plan: BuildPlan, memory: Memory) -> Executor:
 
 def _attention(plan: BuildPlan) -> AttentionBackend:
     """Make the attention backend, with buffers for the longest rows that the engine accepts."""
-    tokens, layout, sizes = plan.max_len, plan.model.layout, plan.sizes
+    tokens, layout, sizes = plan.max_len, plan.layout, plan.sizes
     try:
         return select_backend(plan.device.torch_device).create(
             plan.attention_spec(),

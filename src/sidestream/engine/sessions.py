@@ -60,7 +60,7 @@ class Sessions:
         session.ended_s = now_s
         keys = request.keys[: request.committed_len // self._parts.layout.block_tokens]
         state_parts: list[Key] = []
-        if self._parts.states is not None:
+        if scheduler.has_parts:
             keys, state_parts = scheduler.reach(keys)
         ttl_s = self._ttl_s(session, cache.max_ttl_s) if cache.session_ttl_s is None else cache.session_ttl_s
         if not keys or ttl_s <= 0:
@@ -79,7 +79,7 @@ class Sessions:
         self._pins.end(session.pin[-1])
         parts = self._parts
         # In this order: the block that is demoted last goes first, and a block is useless without those before it.
-        keys = (*parts.scheduler.part_keys(session.pin[-1:]), *session.pin)
+        keys = (*parts.scheduler.end_parts(session.pin), *session.pin)
         parts.blocks.demote(keys)  # rule: closed-session-goes-first
         if parts.transfers is not None:
             parts.transfers.submit([StorePlan((), (), (), (), superseded=keys)])

@@ -171,7 +171,7 @@ def make_ready(
         chunks=not model.needs_chunk_lengths,
     )
     gates = gated and not model.needs_chunk_lengths  # only steps with prefill wait for loads
-    gate_layers = layers_per_group(model.layout, plan.device.segment_bytes) if gates else 0
+    gate_layers = layers_per_group(plan.layout, plan.device.segment_bytes) if gates else 0
     capture(
         executor,
         model,

@@ -37,6 +37,7 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
     tokens      of the rows behind the decode rows
     tables      `(row, kept, added)`: the row's block table is the first `kept` blocks of its slot's last one, and
                 `added`. A row that is not listed has its slot's last table
+    window_tables  the same of `RowPlan.window_table`
     begins      `(row, start)` of the rows whose slots begin
     states      of each row, if the model keeps recurrent states
     after       fences that the step waits for
@@ -54,6 +55,7 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
     drafts: tuple[int, ...]
     tokens: tuple[tuple[int, ...], ...]
     tables: tuple[tuple[int, int, tuple[int, ...]], ...]
+    window_tables: tuple[tuple[int, int, tuple[int, ...]], ...]
     begins: tuple[tuple[int, RowStart], ...]
     states: tuple[StateIds | None, ...]
     after: tuple[FenceName, ...]
@@ -157,20 +159,13 @@ class StepEncoder:
 
     def __init__(self) -> None:
         self._tables: dict[int, tuple[int, ...]] = {}
+        self._window_tables: dict[int, tuple[int, ...]] = {}
         self._number = 0
 
     def encode(self, batch: BatchPlan, after: Sequence[Fence], gates: LayerGates) -> Step:
         """The message of the next step."""
         self._number += 1
         columns = batch.columns
-        tables = []
-        for index, (slot, block_table) in enumerate(zip(columns.slot, columns.block_table, strict=True)):
-            held = self._tables.get(slot, ())
-            if block_table is not held:
-                # rule: block-table-of-every-rank-belongs-to-the-slots-owner
-                kept = len(held) if block_table[: len(held)] == held else 0
-                tables.append((index, kept, block_table[kept:]))
-                self._tables[slot] = block_table
         return Step(
             number=self._number,
             speculates=batch.speculates,
@@ -181,13 +176,29 @@ class StepEncoder:
             min_output_indices=columns.min_output_index,
             drafts=columns.drafts,
             tokens=columns.tokens[batch.num_decodes :],  # type: ignore[arg-type]  # only decode rows have None
-            tables=tuple(tables),
+            tables=_changed(self._tables, columns.slot, columns.block_table),
+            window_tables=_changed(self._window_tables, columns.slot, columns.window_table),
             begins=_begins_of(columns) if any(columns.begin) else (),
             states=columns.states if columns.states and columns.states[0] is not None else (),
             after=names_of(after) if after else (),
             gates=tuple(map(names_of, gates.by_layer)) if gates.by_layer else (),
             self_check=batch.self_check,
         )
+
+
+def _changed(
+    held_tables: dict[int, tuple[int, ...]], slots: Sequence[int], tables: Sequence[tuple[int, ...]]
+) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+    """The rows' tables that differ from those in `held_tables`, by slot, which it updates."""
+    changed = []
+    for index, (slot, table) in enumerate(zip(slots, tables, strict=True)):
+        held = held_tables.get(slot, ())
+        if table is not held:
+            # rule: block-table-of-every-rank-belongs-to-the-slots-owner
+            kept = len(held) if table[: len(held)] == held else 0
+            changed.append((index, kept, table[kept:]))
+            held_tables[slot] = table
+    return tuple(changed)
 
 
 def _begins_of(columns: RowColumns) -> tuple[tuple[int, RowStart], ...]:
@@ -199,6 +210,7 @@ class StepDecoder:
 
     def __init__(self) -> None:
         self._tables: dict[int, tuple[int, ...]] = {}
+        self._window_tables: dict[int, tuple[int, ...]] = {}
         self._number = 0
 
     def decode(self, step: Step) -> BatchPlan:
@@ -210,13 +222,8 @@ class StepDecoder:
         self._number = step.number
         slots, tables = step.slots, self._tables
         count = len(slots)
-        for index, kept, added in step.tables:
-            if not 0 <= index < count:
-                raise InvariantError(f"step {step.number} has a block table for row {index} of {count}")
-            held = tables.get(slots[index], ())
-            if not 0 <= kept <= len(held):
-                raise InvariantError(f"step {step.number} keeps {kept} of {len(held)} blocks of slot {slots[index]}")
-            tables[slots[index]] = (*held[:kept], *added)
+        _take_changes(step, step.tables, tables)
+        _take_changes(step, step.window_tables, self._window_tables)
         try:
             block_tables = tuple([tables[slot] for slot in slots])
         except KeyError as error:
@@ -241,8 +248,23 @@ class StepDecoder:
             begin=begin,
             drafts=step.drafts,
             states=step.states or nones,
+            window_table=tuple([self._window_tables.get(slot, ()) for slot in slots]),
         )
         if set(map(len, columns)) != {count}:
             raise InvariantError(f"step {step.number} of {count} rows has columns of lengths {[*map(len, columns)]}")
         # rule: second-run-is-on-every-rank
         return BatchPlan.of_columns(columns, step.speculates, self_check=step.self_check)
+
+
+def _take_changes(
+    step: Step, changes: Sequence[tuple[int, int, tuple[int, ...]]], tables: dict[int, tuple[int, ...]]
+) -> None:
+    """Apply the changes of tables that came with the step."""
+    for index, kept, added in changes:
+        if not 0 <= index < len(step.slots):
+            raise InvariantError(f"step {step.number} has a block table for row {index} of {len(step.slots)}")
+        slot = step.slots[index]
+        held = tables.get(slot, ())
+        if not 0 <= kept <= len(held):
+            raise InvariantError(f"step {step.number} keeps {kept} of {len(held)} blocks of slot {slot}")
+        tables[slot] = (*held[:kept], *added)

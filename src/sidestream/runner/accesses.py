@@ -11,6 +11,7 @@ from typing import NamedTuple
 from sidestream.types import RowPlan
 from sidestream_kv.kv.layout import KVLayout, blocks_before_window
 from sidestream_kv.kv.state_layout import StateRegion
+from sidestream_kv.kv.window_layout import WindowedLayers
 from sidestream_kv.types import Access
 
 
@@ -20,7 +21,9 @@ class StepAccesses(NamedTuple):
     memory    name of the memory that holds the blocks and the states
     scratch   id of the block where steps write hidden states that are not kept; None: there is none
     rows      the rows of the step
+    layout    layout of the blocks
     region    location of the recurrent states; None: the model has no recurrent state
+    windows   the layers with blocks of their own; None: there are none
     """
 
     memory: str
@@ -28,9 +31,15 @@ class StepAccesses(NamedTuple):
     rows: Sequence[RowPlan]
     layout: KVLayout
     region: StateRegion | None
+    windows: WindowedLayers | None = None
 
     def layers(self, layers: range) -> Sequence[Access]:
-        """Accesses of these layers to the KV of the rows."""
+        """Accesses of these layers to the KV of the rows. The layers in pages come after those in blocks, see
+        `grouped_batch`.
+        """
+        if self.windows is not None and layers.start >= self.layout.num_layers:
+            part, layer = divmod(layers.start - self.layout.num_layers, self.layout.num_layers)
+            return page_accesses(self.memory, self.rows, self.windows, part, range(layer, layer + len(layers)))
         accesses = kv_accesses(self.memory, self.rows, self.layout, layers)
         if self.scratch is not None:
             span = self.layout.layer_span(self.scratch, layers.start, layers.stop)
@@ -39,12 +48,22 @@ class StepAccesses(NamedTuple):
 
     def all(self) -> Sequence[Access]:
         """Accesses of all layers, and to the recurrent states."""
-        return [*self.layers(range(self.layout.num_layers)), *self.states()]
+        return [*self.layers(range(self.layout.num_layers)), *self._pages(), *self.states()]
 
     def of_drafting_rows(self) -> Sequence[Access]:
         """Accesses of all layers, only for the rows with drafts."""
         drafting = self._replace(rows=[row for row in self.rows if row.drafts])
         return drafting.layers(range(self.layout.num_layers))
+
+    def _pages(self) -> Sequence[Access]:
+        if (windows := self.windows) is None:
+            return ()
+        size, last = self.layout.num_layers, len(windows.layers)
+        return [
+            access
+            for part in range(windows.parts)
+            for access in page_accesses(self.memory, self.rows, windows, part, range(min(size, last - part * size)))
+        ]
 
     def states(self) -> Sequence[Access]:
         """Accesses to the recurrent states."""
@@ -65,6 +84,26 @@ def kv_accesses(memory: str, rows: Sequence[RowPlan], layout: KVLayout, layers: 
                 start, stop = layout.layer_span(block, run.start, run.stop)
                 # rule: step-declares-what-it-reads, each-row-declares-what-it-reads, step-declares-all-that-it-writes
                 accesses.append(Access(memory, start, stop, write=(index + 1) * size > row.min_start))
+    return accesses
+
+
+def page_accesses(
+    memory: str, rows: Sequence[RowPlan], windows: WindowedLayers, part: int, layers: range
+) -> list[Access]:
+    """The byte ranges that some layers in one part of the pages read and write. The unused end of a page counts as a
+    part of its last layer.
+    """
+    layout, size = windows.blocks, windows.blocks.block_tokens
+    last = part * layout.num_layers + layers.stop == len(windows.layers)
+    end = layout.num_layers if last else layers.stop
+    accesses = []
+    for row in rows:
+        table = row.window_table[part :: windows.parts]
+        # rule: step-declares-its-pages
+        first = windows.behind(row.min_start)
+        for index, block in enumerate(table[first:], first):
+            start, stop = layout.layer_span(block, layers.start, end)
+            accesses.append(Access(memory, start, stop, write=(index + 1) * size > row.min_start))
     return accesses
 
 

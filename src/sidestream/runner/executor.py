@@ -52,6 +52,7 @@ from sidestream_kv.device.group import Group
 from sidestream_kv.device.kinds import on_host
 from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.kv.state_layout import StateRegion
+from sidestream_kv.kv.window_layout import WindowedLayers
 from sidestream_kv.types import Access, Fence, LayerGates, RequestId
 
 MAX_STEPS = 3
@@ -171,12 +172,14 @@ class StepTracing:
         state: DecodeState,
         state_pool: StatePool | None,
         on: bool,
+        windows: WindowedLayers | None = None,
     ) -> None:
         self._stream = stream
         self._memory = memory
         self._layout = layout
         self._scratch = scratch
         self._region = region
+        self._windows = windows
         self._state = state
         self._state_pool = state_pool
         self._on = on
@@ -211,7 +214,7 @@ class StepTracing:
             self._stream.touch(accesses)
 
     def _accesses(self, rows: Sequence[RowPlan]) -> StepAccesses:
-        return StepAccesses(self._memory, self._scratch, rows, self._layout, self._region)
+        return StepAccesses(self._memory, self._scratch, rows, self._layout, self._region, self._windows)
 
     def _rows_from_state(self, batch: BatchPlan) -> Sequence[RowPlan]:
         """The rows of the batch. On a CPU, the host can read the device state. There, rows get their exact positions,
@@ -260,7 +263,7 @@ class StepWork:
         with self.running(), torch.inference_mode():
             if len(step.changes.indices):
                 indices, block_ids = self._uploads.together([torch.from_numpy(part) for part in step.changes])
-                self._ops.update_block_tables(indices, block_ids, self._state.block_tables)
+                self._ops.update_block_tables(indices, block_ids, self._state.tables)
             if begins := batch.begins:
                 self._state.begin(begins)  # rule: slot-begins-on-the-device
             # rule: second-run-is-part-of-its-step
@@ -361,7 +364,9 @@ class StepWork:
             return lambda layer: None
 
         def before_layer(layer: int) -> None:
-            for fence in gates.by_layer[layer]:  # rule: layer-waits-for-its-load
+            # A load copies pages before all layers of blocks: layers in pages wait for what the first layer waits for.
+            # rule: layer-waits-for-its-load
+            for fence in gates.by_layer[layer if layer < len(gates.by_layer) else 0]:
                 self._stream.wait(fence)
             self._tracing.touch(lambda: accesses.layers(range(layer, layer + 1)))  # rule: gated-layer-is-declared
 
@@ -385,11 +390,12 @@ class StepWork:
 class Executor:
     """Owner of the compute stream, of the decode state on the device, and of the mailbox (host memory for results).
 
-    memory      the block pool, `num_blocks * layout.block_bytes` bytes
+    memory      the block pool, `num_blocks * block_bytes` bytes
     num_slots   largest number of requests that run at once
     attention   makes the attention metadata of each step; created for `num_slots` decode rows and a short chunk
     ops         the operations of a step besides the model; None: their implementation in torch, for a CPU
     states      the part of `memory` for recurrent states; None: the model has no recurrent state
+    windows     the layers with blocks of their own; None: there are none
     group       the ranks that share the model, if there are several; all of them launch the same steps
     proposer    drafts up to `max_drafts` tokens for rows of up to `max_len` tokens; None: no drafts. If the proposer
                 reads hidden states, the pool has one block more than requests can use, and the last layers of each
@@ -406,6 +412,7 @@ class Executor:
         attention: AttentionBackend,
         ops: Ops | None = None,
         states: StateRegion | None = None,
+        windows: WindowedLayers | None = None,
         group: Group | None = None,
         proposer: Proposer | None = None,
         max_drafts: int = 0,
@@ -419,15 +426,12 @@ class Executor:
         self._stream = device.stream("compute")
         self._gate_stream: Stream | None = None
         self._uploads = Uploads.of(device, num_regions=MAX_STEPS)
-        layout, dtype = model.layout, getattr(torch, model.layout.dtype)
+        self._layout = layout = model.layout if windows is None else windows.blocks
+        dtype, page_blocks = getattr(torch, layout.dtype), 0 if windows is None else windows.parts
         num_blocks = memory.num_bytes // layout.block_bytes if states is None else states.num_blocks
         scratch = num_blocks - 1 if proposer is not None and proposer.hidden_size else None
         self._kv = memory.data[: num_blocks * layout.block_bytes].view(dtype).view(layout.shape(num_blocks))
-        self._state_pool: StatePool | None = None
-        if states is not None:
-            sizes = states.layout, num_slots + 1, max_drafts, device.torch_device
-            drafts = None if proposer is None else DraftInputs(*sizes)
-            self._state_pool = _make_state_pool(device, memory, states, layout.block_tokens, drafts)
+        self._state_pool = _make_state_pool(device, memory, states, layout.block_tokens, num_slots + 1, max_drafts)
         tokens = attention.max_kv_tokens
         self._table_width = num_blocks if tokens is None else min(num_blocks, tokens // layout.block_tokens)
         self._state = DecodeState(
@@ -436,6 +440,7 @@ class Executor:
             device=device.torch_device,
             uploads=self._uploads,
             table_width=self._table_width,
+            parts=page_blocks,
             max_len=0 if proposer is None else max_len,
             max_drafts=0 if proposer is None else max_drafts,
             hidden_size=0 if proposer is None else proposer.hidden_size,
@@ -450,8 +455,9 @@ class Executor:
             state=self._state,
             state_pool=self._state_pool,
             on=device.tracer is not None,
+            windows=windows,
         )
-        self._tables = BlockTableMirror(num_slots, self._table_width)
+        self._tables = BlockTableMirror(num_slots, self._table_width, parts=page_blocks)
         self._sampler = Sampler(self._state, ops, group)
         self._prompts = PromptSlots()
         shape, logits = (MAX_STEPS, num_slots, model.vocab_size), most_prompt_logits(layout.block_tokens)
@@ -466,6 +472,7 @@ class Executor:
             proposer=proposer,
             max_drafts=max_drafts,
             states=self._state_pool,
+            windows=windows,
             group=group,
         )
         layers, declare = self._forward.num_model_layers, self._tracing.at_second_run
@@ -474,8 +481,8 @@ class Executor:
         self._work = StepWork(self._stream, *parts, self._tracing, states is not None, group is not None)
         self._graphs: Graphs | None = None
         # Other ranks sample without masks, and then continue with the tokens of rank 0.
-        masks = group is None or group.rank == 0
-        self._masks = MaskMemory(device, num_slots * (1 + max_drafts), model.vocab_size) if masks else None
+        rows = num_slots * (1 + max_drafts)
+        self._masks = MaskMemory(device, rows, model.vocab_size) if group is None or group.rank == 0 else None
 
     def launch(self, batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> LaunchedStep:
         """Enqueue one step. The step waits for the fences `after`, and before each layer for the fences of the layer in
@@ -575,7 +582,7 @@ class Executor:
             batch,
             sizes,
             padding_slot=self._state.padding_slot,
-            block_tokens=self._model.layout.block_tokens,
+            block_tokens=self._layout.block_tokens,
             mailbox_offset=entry.start,
             changes=changes,
             further_logits=None if prompt is None else prompt.indices,
@@ -621,7 +628,7 @@ class Executor:
             state=self._state,
             mailbox=self._mailbox,
             uploads=self._uploads,
-            num_layers=self._model.layout.num_layers,
+            num_layers=self._layout.num_layers,
             gate_layers=gate_layers,
             table_width=self._table_width,
             shared=shared,
@@ -648,15 +655,18 @@ class Executor:
 
 
 def _make_state_pool(
-    device: Device, memory: Memory, region: StateRegion, block_tokens: int, drafts: DraftInputs | None
-) -> StatePool:
+    device: Device, memory: Memory, region: StateRegion | None, block_tokens: int, num_slots: int, max_drafts: int
+) -> StatePool | None:
     """Make the pool of recurrent states in `memory`. This clears the zero state, with which sequences begin."""
+    if region is None:
+        return None
+    inputs = DraftInputs(region.layout, num_slots, max_drafts, device.torch_device) if max_drafts else None
     pool = StatePool(
         memory.data[region.first_byte : region.stop_byte],
         region.layout,
         block_tokens=block_tokens,
         state_bytes=region.state_bytes,
-        drafts=drafts,
+        drafts=inputs,
     )
     if device.tracer is not None:
         zero = Access(memory.name, *region.span(region.zero), write=True)

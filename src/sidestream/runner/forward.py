@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sidestream.attention.grouped import grouped_batch
 from sidestream.attention.interface import AttentionBackend, AttentionBatch, BatchRows, ungated
 from sidestream.attention.states import StateBatch, StatePool
 from sidestream.ops import Ops
-from sidestream.ops.interface import PackedRows
+from sidestream.ops.interface import PackedRows, ResolvedInputs
 from sidestream.runner.state import DecodeState
 from sidestream.runner.step_inputs import SHORT_TOKENS, StepInputs
 from sidestream.speculate import Context, Proposer, StepTokens
@@ -23,6 +24,7 @@ from sidestream_kv.device.base import Stream
 from sidestream_kv.device.group import Group
 from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.kv.state_layout import StateLayout
+from sidestream_kv.kv.window_layout import WindowedLayers
 
 if TYPE_CHECKING:  # importing transformers takes seconds
     from sidestream.models.lora import Adapters
@@ -169,6 +171,7 @@ class Forward:
     proposer     makes drafts. A proposer with its own KV computes this KV in every pass. None: no drafts
     max_drafts   largest number of drafts of a row
     states       recurrent states; None: the model has none
+    windows      the layers with blocks of their own; None: there are none
     group        the ranks that run the same passes; all of them verify the drafts that rank 0 made
     """
 
@@ -184,6 +187,7 @@ class Forward:
         proposer: Proposer | None,
         max_drafts: int,
         states: StatePool | None = None,
+        windows: WindowedLayers | None = None,
         group: Group | None = None,
     ) -> None:
         self._group = group
@@ -198,7 +202,9 @@ class Forward:
         self._kv = kv
         self._device = kv.device
         self._block_tokens = model.layout.block_tokens
-        layout, hidden_size = model.layout, 0 if proposer is None else proposer.hidden_size
+        self._places = None if windows is None else windows.places(model.layout.num_layers)
+        layout = model.layout if windows is None else windows.blocks
+        hidden_size = 0 if proposer is None else proposer.hidden_size
         own_layers = 0 if proposer is None else proposer.num_layers + layout.layers_for(hidden_size)
         self._proposer_layers = range(layout.num_layers - own_layers, layout.num_layers)
         self._hidden = HiddenStates(kv, layout, state, ops) if hidden_size else None
@@ -218,7 +224,7 @@ class Forward:
     ) -> ForwardOutput:
         """Run the whole pass. `gated`: whether `before_layer` waits for loads."""
         state, ops = self._state, self._ops
-        ops.update_block_tables(inputs.table_indices, inputs.block_ids, state.block_tables)
+        ops.update_block_tables(inputs.table_indices, inputs.block_ids, state.tables)
         continues = not gated and not inputs.sizes.chunks and not inputs.sizes.draft_len
         if self._attention.reads_lengths_on_host:
             inputs = inputs.without_padding()
@@ -271,7 +277,7 @@ class Forward:
         output = self.run(
             resolved.tokens,
             resolved.positions,
-            self._attention.batch(self._kv, attended, before_layer),
+            self._batch(inputs, resolved, attended, before_layer),
             logits_indices=indices.clamp(min=0) if inputs.padded else indices,
             rows=PackedRows(inputs.cu_seqlens_q, inputs.slots, inputs.hidden_sources) if self._follows else None,
             before_layer=before_layer,
@@ -280,6 +286,24 @@ class Forward:
             states=states,
         )
         return output._replace(slot_mapping=resolved.slot_mapping)
+
+    def _batch(
+        self, inputs: StepInputs, resolved: ResolvedInputs, rows: BatchRows, before_layer: Callable[[int], None]
+    ) -> AttentionBatch:
+        """The batch of the model's own layers."""
+        if self._places is None:
+            return self._attention.batch(self._kv, rows, before_layer)
+        tables = self._state.window_tables[:, : inputs.table_width]
+        return grouped_batch(
+            self._attention,
+            self._kv,
+            rows,
+            tables[inputs.slots],
+            pages_of=lambda at: tables[inputs.token_slots, at],
+            positions=resolved.positions,
+            places=self._places,
+            before_layer=before_layer,
+        )
 
     def run(
         self,

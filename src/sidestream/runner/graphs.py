@@ -116,6 +116,7 @@ class Graphs:
         self._uploads = uploads
         self._table_width = table_width
         self._shared = shared
+        self._num_layers = num_layers
         self._captured: dict[GraphKey, CapturedStep] = {}
         self._graphs: list[Graph] = []  # all graphs, in the order of their capture
         self._fitting: dict[tuple[int, int, int, int], list[CapturedStep]] = {}
@@ -249,8 +250,10 @@ class Graphs:
                 into.output = self._forward.step(inputs, before_layer, gated=gated, before_states=before_states)
 
         def wait(layer: int) -> None:
-            if layer in self._starts:  # rule: captured-layer-waits-for-its-load
-                self._stream.wait_external(self._events[self._starts.index(layer)])
+            # A load copies pages before all layers of blocks: the first layer in pages waits for the gate of layer 0.
+            first = 0 if layer == self._num_layers else layer  # rule: captured-pages-wait-for-their-load
+            if first in self._starts:  # rule: captured-layer-waits-for-its-load
+                self._stream.wait_external(self._events[self._starts.index(first)])
             self._touch(lambda accesses: accesses.layers(range(layer, layer + 1)))  # rule: captured-layer-is-declared
 
         self._finish(lambda: run(captured.plain, ungated))  # compiles kernels and allocates, before the capture

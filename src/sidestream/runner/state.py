@@ -201,6 +201,7 @@ class DecodeState:
 
     last_tokens    int64 `[num_slots + 1]`: the last token of each slot, drawn or given by `begin`
     block_tables   int32 `[num_slots + 1, table_width]`
+    window_tables  int32 `[num_slots + 1, table_width, parts]`: blocks of the pages; `tables` is the memory of both
     rules          the sampling options of each slot
     lengths        int64 `[num_slots + 1]`: number of tokens of each slot that have KV. It is also the position of the
                    slot's last token, which has no KV yet
@@ -224,6 +225,7 @@ class DecodeState:
         device: torch.device | str = CPU,
         uploads: Uploads | None = None,
         table_width: int = 0,
+        parts: int = 0,
         max_len: int = 0,
         max_drafts: int = 0,
         hidden_size: int = 0,
@@ -245,7 +247,9 @@ class DecodeState:
         # GPU, a step whose `begin` failed still uses them as indices, and an index outside the vocabulary makes the
         # CUDA context unusable.
         self.last_tokens = self._zeros((num_slots + 1,), np.int64)
-        self.block_tables = self._zeros((num_slots + 1, table_width), np.int32)
+        self.tables = self._zeros(((num_slots + 1) * table_width * (1 + parts),), np.int32)
+        self.block_tables = self.tables[: (num_slots + 1) * table_width].view(num_slots + 1, table_width)
+        self.window_tables = self.tables[(num_slots + 1) * table_width :].view(num_slots + 1, table_width, parts)
         self.rules = SamplingTensors.greedy(num_slots + 1, self._device)
         self.lengths = self._zeros((num_slots + 1,), np.int64)
         self.adapters = self._zeros((num_slots + 1,), np.int64)

@@ -495,9 +495,14 @@ class BlockTableMirror:
     thread only.
     """
 
-    def __init__(self, num_slots: int, width: int) -> None:
+    def __init__(self, num_slots: int, width: int, *, parts: int = 0) -> None:
+        """`parts`: blocks of a page, whose tables come after those of the blocks, and after the padding slot's; 0:
+        there are no pages.
+        """
         self._width = width
-        self._held: list[tuple[int, ...]] = [()] * num_slots
+        self._parts = parts
+        self._num_slots = num_slots
+        self.forget()
 
     def changes(self, step: RowColumns) -> TableChanges:
         """The changes that a step's rows need; usually none. Updates the host's copy as if the step had made the
@@ -505,20 +510,26 @@ class BlockTableMirror:
         """
         indices: list[int] = []
         block_ids: list[int] = []
-        others = map(is_not, map(self._held.__getitem__, step.slot), step.block_table)
-        for slot, block_table in compress(zip(step.slot, step.block_table, strict=True), others):
-            held = self._held[slot]
-            # rule: block-table-belongs-to-its-slots-owner
-            kept = len(held) if block_table[: len(held)] == held else 0  # 0: another request has the slot now
-            base = slot * self._width
-            indices.extend(range(base + kept, base + len(block_table)))
-            block_ids.extend(block_table[kept:])
-            self._held[slot] = block_table
+        groups = [(self._held, step.block_table, 0, self._width)]
+        if self._parts:
+            first = (self._num_slots + 1) * self._width
+            groups.append((self._held_pages, step.window_table, first, self._width * self._parts))
+        for held_tables, tables, first, width in groups:
+            others = map(is_not, map(held_tables.__getitem__, step.slot), tables)
+            for slot, block_table in compress(zip(step.slot, tables, strict=True), others):
+                held = held_tables[slot]
+                # rule: block-table-belongs-to-its-slots-owner
+                kept = len(held) if block_table[: len(held)] == held else 0  # 0: another request has the slot now
+                base = first + slot * width
+                indices.extend(range(base + kept, base + len(block_table)))
+                block_ids.extend(block_table[kept:])
+                held_tables[slot] = block_table
         return TableChanges.of(indices, block_ids) if indices else NO_CHANGES
 
     def forget(self) -> None:
         """Discard the host's copy, so that the next steps write the device's block tables completely."""
-        self._held = [()] * len(self._held)
+        self._held: list[tuple[int, ...]] = [()] * self._num_slots
+        self._held_pages: list[tuple[int, ...]] = [()] * self._num_slots
 
 
 def keys_that_fit(keys: Sequence[GraphKey], decodes: int, chunks: int, tokens: int, drafts: int = 0) -> list[GraphKey]:

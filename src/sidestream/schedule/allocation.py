@@ -20,6 +20,7 @@ from sidestream.schedule.limits import Limits
 from sidestream.schedule.prefix_cache import PrefixCache, TierLoads, TierView
 from sidestream.schedule.request import Request, RequestStates
 from sidestream.schedule.states import Source, StateCache
+from sidestream.schedule.windows import WindowCache
 from sidestream.types import StateIds
 from sidestream_kv.kv.pool import FencedPool
 from sidestream_kv.types import BlockId, Fence, Key
@@ -31,8 +32,8 @@ class Reuse:
 
     hits         blocks on the device
     num_blocks   number of all reused blocks
-    keys         keys of the blocks to load from tiers: the parts of the checkpoint, if it is not on the device, then
-                 blocks of KV
+    keys         keys of the blocks to load from tiers: the parts of the checkpoint or of pages, if they are not on the
+                 device, then blocks of KV
     sources      the tier of each of `keys`
     num_joinable number of leading blocks that were found, including blocks after the last checkpoint. A running request
                  may be computing the block after them
@@ -52,8 +53,8 @@ class Reuse:
         return self.num_blocks - len(self.hits)
 
     @property
-    def num_state_parts(self) -> int:
-        """Number of parts of the checkpoint to load from tiers; 0: the checkpoint is on the device."""
+    def num_parts(self) -> int:
+        """Number of parts of the checkpoint or of pages to load from tiers; 0: they are on the device."""
         return len(self.keys) - self.num_loads
 
 
@@ -61,12 +62,19 @@ class ReuseFinder:
     """Looks for reusable blocks on the device and in tiers. Changes nothing."""
 
     def __init__(
-        self, limits: Limits, *, prefix_cache: PrefixCache, tiers: TierLoads, states: StateCache | None
+        self,
+        limits: Limits,
+        *,
+        prefix_cache: PrefixCache,
+        tiers: TierLoads,
+        states: StateCache | None,
+        windows: WindowCache | None,
     ) -> None:
         self._limits = limits
         self._prefix_cache = prefix_cache
         self._tiers = tiers
         self._states = states
+        self._windows = windows
 
     def find(self, request: Request, wanted: Sequence[Key]) -> Reuse:
         """Find all blocks that the request could reuse, also in tiers that are slower than host memory."""
@@ -92,7 +100,8 @@ class ReuseFinder:
                 reuse.sources, num_blocks=reuse.num_blocks - alone.num_blocks, num_partial=reuse.num_partial
             ):
                 reuse = alone
-        return reuse if self._states is None else replace(reuse, num_joinable=num_joinable)
+        has_parts = self._states is not None or self._windows is not None
+        return replace(reuse, num_joinable=num_joinable) if has_parts else reuse
 
     def _of_device_and(
         self, wanted: Sequence[Key], request: Request, locate: Callable[[Sequence[Key]], Sequence[Source]]
@@ -137,19 +146,23 @@ class ReuseFinder:
         hits: Sequence[BlockId],
         locate: Callable[[Sequence[Key]], Sequence[Source]],
     ) -> Reuse:
-        """Reduce the found blocks (on the device and in tiers) to the blocks before the last checkpoint."""
+        """Reduce the found blocks (on the device and in tiers) to the blocks before the last checkpoint, or to those
+        whose window is complete.
+        """
         sources = locate(wanted[len(hits) :])
         known = count = len(hits) + len(sources)
-        state_keys: Sequence[Key] = ()
-        state_sources: Sequence[Source] = ()
+        part_keys: Sequence[Key] = ()
+        part_sources: Sequence[Source] = ()
         if self._states is not None:
-            count, state_sources = self._states.reach(wanted, known, locate)
-            if state_sources:
-                state_keys = self._states.part_keys(wanted[count - 1])
+            count, part_sources = self._states.reach(wanted, known, locate)
+            if part_sources:
+                part_keys = self._states.part_keys(wanted[count - 1])
+        if self._windows is not None:
+            count, part_keys, part_sources = self._windows.reach(wanted, known, locate)
         loads = slice(len(hits), max(len(hits), count))
-        keys = (*state_keys, *wanted[loads])
+        keys = (*part_keys, *wanted[loads])
         num_partial = max(0, self._limits.blocks_before_window(count) - len(hits))
-        sources = (*state_sources, *sources[: loads.stop - loads.start])
+        sources = (*part_sources, *sources[: loads.stop - loads.start])
         return Reuse(hits[:count], count, keys, sources, known, num_partial)
 
 
@@ -172,6 +185,7 @@ class Allocator:
         prefix_cache: PrefixCache,
         tiers: TierView,
         states: StateCache | None = None,
+        windows: WindowCache | None = None,
     ) -> None:
         self._limits = limits
         self._blocks = blocks
@@ -179,6 +193,7 @@ class Allocator:
         self._prefix_cache = prefix_cache
         self._tiers = tiers
         self._states = states
+        self._windows = windows
 
     @property
     def has_free_slot(self) -> bool:
@@ -206,9 +221,13 @@ class Allocator:
         # rule: hits-are-not-free-blocks
         available = self._blocks.num_available - sum(self._blocks.is_cached(block) for block in hits)
         available += sum(len(other.blocks.ids) for other in preempted if other.blocks is not None)
+        if self._windows is not None:
+            # rule: admission-needs-room-for-pages
+            needed += self._windows.blocks_at_admission(request, preempted=preempted)
+            available += sum(self._windows.held_blocks(other) for other in preempted)
         if self._states is not None and not preempted:
             key = _last_key(request, reuse.num_blocks)
-            if not self._states.has_room(key, loads=reuse.num_state_parts > 0):  # rule: admission-needs-a-state
+            if not self._states.has_room(key, loads=reuse.num_parts > 0):  # rule: admission-needs-a-state
                 return False
         return needed + num_running - len(preempted) <= available
 
@@ -218,23 +237,29 @@ class Allocator:
         Returns those new blocks that a load from tiers will fill, and the fences of the last uses of all new blocks.
         The load and the first step must wait for these fences.
         """
-        hits = reuse.hits
+        hits, windows = reuse.hits, self._windows
         states: RequestStates | None = None
         after: tuple[Fence, ...] = ()
         if self._states is not None:  # before blocks are taken: that may evict a block and its checkpoint
-            stop, loads = reuse.num_blocks * self._limits.block_tokens, reuse.num_state_parts > 0
+            stop, loads = reuse.num_blocks * self._limits.block_tokens, reuse.num_parts > 0
             key = _last_key(request, reuse.num_blocks)
             states, after = self._states.start(key, stop=stop, loads=loads, turns=request.turns)
             request.turns = states.turns
         blocks = self._blocks.share(hits)  # rule: hits-are-leased-before-others-are-evicted
+        # rule: pages-are-leased-before-others-are-evicted
+        pages = None if windows is None else windows.start(request, reuse.num_blocks)
+        # rule: admission-takes-its-blocks
         fresh = self._blocks.take(self._limits.num_blocks(len(request.tokens)) - len(hits))
         blocks.extend(fresh)
         request.slot, request.blocks, request.states = self._slots.take(1), blocks, states
         request.slot_id = request.slot.ids[0]
         self._prefix_cache.add_pending(request, request.keys[len(hits) :])
         loaded = fresh.ids[: reuse.num_loads]
-        if self._states is not None and states is not None and reuse.num_state_parts:
+        if self._states is not None and states is not None and reuse.num_parts:
             loaded = [*self._states.block_ids(states), *loaded]
+        if pages is not None:
+            loaded = [*pages.ids, *loaded]
+            after = (*after, *pages.after)  # rule: fresh-page-waits-for-its-last-use
         # rule: fresh-state-waits-for-its-last-use
         return loaded, (*fresh.after, *after)
 
@@ -264,37 +289,44 @@ class Allocator:
         )
 
     def missing_blocks(self, request: Request, length: int) -> int:
-        """Number of blocks to add until the request's blocks hold `length` tokens; 0 or less: none."""
+        """Number of blocks to add until the request's blocks and pages hold `length` tokens; 0: none."""
         assert request.blocks is not None
-        return self._limits.num_blocks(length) - len(request.blocks.ids)
+        missing = max(0, self._limits.num_blocks(length) - len(request.blocks.ids))
+        return missing if self._windows is None else missing + max(0, self._windows.missing(request, length))
 
-    def grow(self, request: Request, count: int) -> Sequence[Fence]:
-        """Add `count` blocks to a running request. Returns the fences of their last uses, for which the next step must
-        wait.
+    def grow(self, request: Request, length: int) -> Sequence[Fence]:
+        """Make the blocks and pages of a running request hold `length` tokens. Returns the fences of the last uses of
+        added blocks, for which the next step must wait.
         """
         assert request.blocks is not None
-        fresh = self._blocks.take(count)
+        fresh = self._blocks.take(max(0, self._limits.num_blocks(length) - len(request.blocks.ids)))
         request.blocks.extend(fresh)
-        return fresh.after
+        if self._windows is None:
+            return fresh.after
+        return *fresh.after, *self._windows.grow(request, max(0, self._windows.missing(request, length)))
 
     def extend_block_table(self, request: Request, length: int) -> None:
         """Extend `request.block_table` to cover `length` tokens. It stays the same object if it already covers them."""
         assert request.blocks is not None
         if len(request.block_table) < (count := self._limits.num_blocks(length)):
             request.block_table = tuple(request.blocks.ids[:count])
+            if self._windows is not None:
+                request.window_table = self._windows.table(request, count)
 
     def release(self, request: Request) -> None:
         """Release the slot and the blocks at once, if the request is running. Published blocks stay findable."""
         if request.slot is None or request.blocks is None:
             return
         after = () if request.last_fence is None else (request.last_fence,)
+        count = request.published_blocks
+        stores = request.may_store(count, self._limits.block_tokens) == count
         request.slot.release(after=after)  # rule: slot-release-waits-for-the-last-step
         request.blocks.release(after=after, until=self._tiers.transfers_fence())  # rule: blocks-are-released
         if self._states is not None and request.states is not None:
-            count = request.published_blocks
-            stores = request.may_store(count, self._limits.block_tokens) == count
             self._states.release(request.states, after, stores=stores)
             request.states = None
+        if self._windows is not None:
+            self._windows.release(request, after, stores=stores)
         request.slot = request.blocks = None
         request.block_table = ()
         self._prefix_cache.drop_pending(request, request.keys)  # rule: ended-request-completes-no-blocks

@@ -11,7 +11,7 @@ StepBuilder       collects their rows, transfers and fences
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import add
@@ -42,6 +42,7 @@ class StepBuilder:
     after           fences that the step waits for: last uses of the blocks that were allocated for it
     undrafted       number of rows without drafts by reason, see `StepPlan`
     arriving        requests, by rank, that get no row because their loads end later than the step could begin
+    short           requests, by rank, that get no row because blocks are missing for their next chunk
     """
 
     prefill_budget: int
@@ -59,6 +60,7 @@ class StepBuilder:
     after: list[Fence] = field(default_factory=list)
     undrafted: Counter[str] = field(default_factory=Counter)
     arriving: list[Request] = field(default_factory=list)
+    short: list[Request] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
@@ -91,6 +93,7 @@ class StepBuilder:
             none,
             (*(0,) * len(self.plain), *self.drafts),
             tuple([self.states.get(request.id) for request in requests]) if self.states else none,
+            tuple([request.window_table for request in requests]),
         )
 
 
@@ -131,6 +134,16 @@ class PrefillPlanner:
             request.arriving = False
             self.plan(request, step)
 
+    def plan_short(self, step: StepBuilder, make_room: Callable[[Request, int], bool]) -> None:
+        """If the step is empty because blocks are missing, preempt requests of lower rank for the first chunk. No row
+        of this step uses their blocks.
+        """
+        if step.short and step.is_empty:
+            request = step.short[0]
+            stop = min(request.prefill_end, request.launched_len + self._limits.chunk_tokens)
+            if make_room(request, self._allocator.missing_blocks(request, stop)):
+                self.plan(request, step)
+
     def _add_chunk(self, request: Request, step: StepBuilder) -> None:
         start, known, limits = request.launched_len, request.prefill_end, self._limits
         wants_logits, chunk_tokens = request.needs_prompt_logits, limits.chunk_tokens
@@ -151,6 +164,12 @@ class PrefillPlanner:
             stop = (start + step.prefill_budget) // limits.block_tokens * limits.block_tokens
             if limits.tail_apart or request.states is not None or stop <= start:
                 return
+        if missing := self._allocator.missing_blocks(request, stop):
+            # rule: chunk-has-its-pages
+            if not self._allocator.has_blocks(missing):
+                step.short.append(request)
+                return
+            step.after.extend(self._allocator.grow(request, stop))  # rule: page-of-a-chunk-waits-for-its-last-use
         step.prefill_budget -= stop - start
         step.has_prompt_logits |= wants_logits
         states, after = self._allocator.plan_states(
@@ -201,6 +220,7 @@ class PrefillPlanner:
             request.num_outputs,
             begin,
             states=states,
+            window_table=request.window_table,
         )
         request.launched_len = stop
         return row
@@ -296,7 +316,7 @@ class Admission:
                     tuple(reuse.keys),
                     tuple(loaded_ids),
                     after,
-                    num_whole=reuse.num_state_parts,
+                    num_whole=reuse.num_parts,
                     covers=num_found * self._limits.block_tokens,
                     num_partial=reuse.num_partial,
                 )
@@ -311,7 +331,7 @@ class Admission:
         self._queues.start(request)
         request.loading = request.arriving = bool(reuse.keys)  # rule: request-with-a-load-is-loading
         if request.cached is None:
-            loaded = tuple(reuse.keys[reuse.num_state_parts :])
+            loaded = tuple(reuse.keys[reuse.num_parts :])
             request.cached = self._tiers.cached_tokens(request, num_hits=num_hits, loaded=loaded)
             request.lookup = self._lookup(request, wanted, located, num_found)
         self._prefill.plan(request, step)
@@ -363,7 +383,7 @@ class Admission:
         tier = next(iter(self._tiers.locate(request, wanted[num_found : num_found + 1])), DEVICE)
         if request.states is not None:
             reason = "no_checkpoint"
-        elif tier == DEVICE:
+        elif tier == DEVICE or located.num_blocks < located.num_joinable:
             reason = "window"
         else:
             worth = self._tiers.num_worth_waiting(located.sources, num_partial=located.num_partial)
@@ -556,11 +576,11 @@ class DecodePlanner:
     def _reserve(self, request: Request, length: int, step: StepBuilder, *, preempting: bool) -> bool:
         """Make the request's blocks cover `length` tokens. Returns False if that is impossible in this step."""
         missing = self._allocator.missing_blocks(request, length)
-        if missing <= 0:
+        if not missing:
             return True
         if not self._allocator.has_blocks(missing) and not (
             preempting and self._preemption.make_room(request, missing)
         ):
             return False
-        step.after.extend(self._allocator.grow(request, missing))  # rule: grown-block-waits-for-its-last-use
+        step.after.extend(self._allocator.grow(request, length))  # rule: grown-block-waits-for-its-last-use
         return True

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from sidestream.schedule.limits import Limits, reusable_tokens
 from sidestream.schedule.request import Request, RequestQueues, State
 from sidestream.schedule.states import Source, StateCache
+from sidestream.schedule.windows import WindowCache
 from sidestream.types import CachedTokens
 from sidestream_kv.kv.key_log import DeviceKeyLog
 from sidestream_kv.kv.keys import BlockKeys
@@ -39,6 +40,8 @@ class PrefixCache:
         keys: BlockKeys,
         states: StateCache | None = None,
         key_log: DeviceKeyLog | None = None,
+        *,
+        windows: WindowCache | None = None,
     ) -> None:
         self.keys_version = 0
         """Version of the keys. It grows when the weights change, because then all keys change."""
@@ -47,6 +50,7 @@ class PrefixCache:
         self._keys = keys
         self._pending: dict[Key, RequestId] = {}
         self._states = states
+        self._windows = windows
         self._key_log = blocks.key_log = key_log
         if states is not None:
             blocks.on_evict += (states.forget,)  # rule: state-is-forgotten-with-its-block
@@ -162,6 +166,8 @@ class PrefixCache:
                 num_prompt_tokens=len(request.prompt),
                 findable=lambda key: self._blocks.get(key) is not None,
             )
+        if self._windows is not None:
+            fresh += self._windows.publish(request, complete)  # rule: pages-are-published-with-their-blocks
         return fresh
 
     def storable(self, request: Request, fresh: Sequence[tuple[Key, BlockId]]) -> Sequence[tuple[Key, BlockId]]:
@@ -188,6 +194,9 @@ class PrefixCache:
             of_states = request.keys[max(0, own.start - 1) : own.stop]
             self._states.forget(of_states)  # rule: broken-request-invalidates-its-states
             keys = [*keys, *(part for key in of_states for part in self._states.part_keys(key))]
+        if self._windows is not None:
+            self._windows.forget(keys)  # rule: broken-request-invalidates-its-pages
+            keys = [*keys, *self.part_keys(keys)]
         return keys
 
     def forget_all(self, running: Iterable[Request]) -> None:
@@ -195,23 +204,27 @@ class PrefixCache:
         self._blocks.forget_all()  # rule: reset-drops-keys-on-the-device
         if self._states is not None:
             self._states.forget_all()  # rule: reset-drops-keys-of-states
+        if self._windows is not None:
+            self._windows.forget_all()
         self._pending.clear()  # rule: reset-ends-joining
         for request in running:  # rule: reset-makes-running-requests-private
             request.shares = False
 
     def reach(self, keys: Sequence[Key], tiers: TierView) -> tuple[list[Key], list[Key]]:
         """What a request could reuse now of the blocks with these keys, on the device or in tiers: the leading keys of
-        blocks, and with recurrent states the keys of the parts of the checkpoint at their end.
+        blocks, and the keys of the parts that a prefix of these blocks needs: see `end_parts`.
         """
         found: list[Key] = []
         for key in keys:
             if self._blocks.get(key) is None and not tiers.locate((key,)):
                 break
             found.append(key)
-        if self._states is None:
-            return found, []
-        count, _ = self._states.reach(found, len(found), tiers.locate)
-        return found[:count], self._states.part_keys(found[count - 1]) if count else []
+        if self._states is not None:
+            count, _ = self._states.reach(found, len(found), tiers.locate)
+            del found[count:]
+        if self._windows is not None:
+            del found[self._windows.reach(found, len(found), tiers.locate)[0] :]
+        return found, self.end_parts(found)
 
     def drop(self, keys: Sequence[Key]) -> int:
         """Make these blocks unfindable on the device, and checkpoints at their ends. Returns how many there were."""
@@ -219,11 +232,21 @@ class PrefixCache:
         self._blocks.forget(found)
         if self._states is not None:
             self._states.forget(keys)
+        if self._windows is not None:
+            self._windows.forget(keys)
         return len(found)
 
     def part_keys(self, keys: Sequence[Key]) -> list[Key]:
-        """Keys under which tiers hold the parts of checkpoints at the ends of these blocks."""
-        return [] if self._states is None else [part for key in keys for part in self._states.part_keys(key)]
+        """Keys under which tiers hold the parts of checkpoints at the ends of these blocks, and of their pages."""
+        parts = self._states or self._windows
+        return [] if parts is None else [part for key in keys for part in parts.part_keys(key)]
+
+    def end_parts(self, keys: Sequence[Key]) -> list[Key]:
+        """Keys of the parts that a request needs beside the first blocks of a sequence, which have these keys: of the
+        checkpoint at their end, or of the pages in the window before their end.
+        """
+        first = self._windows.window(len(keys)).start if self._windows is not None else max(0, len(keys) - 1)
+        return self.part_keys(keys[first:])
 
     def store_again(self, keys: Iterable[Key], after: tuple[Fence, ...]) -> tuple[StorePlan, Lease] | None:
         """Plan to store the blocks of `keys` that are still on the device. The caller submits the plan, then releases

@@ -109,6 +109,25 @@ class RequestStates:
     loaded: int = -1
 
 
+@dataclass(slots=True)
+class WindowPages:
+    """The pages of one running request (`windows.py`): blocks that hold the layers with a sliding window.
+
+    lease      the blocks of all pages that the request holds, in the order of the sequence
+    first      number of the block to which the first of these pages belongs
+    table      the blocks of the pages from the sequence's first block on. Those before `first` are not its any more, or
+               never were
+    published  pages of blocks before this number are findable, or were never the request's
+    found      number of blocks that the request reused: their pages were on the device or in a tier
+    """
+
+    lease: Lease
+    first: int
+    table: list[BlockId]
+    published: int
+    found: int
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One sample of one request. The caller sets the first fields; the scheduler changes the others."""
@@ -159,6 +178,10 @@ class Request:
     """Block table of its last row: a prefix of `blocks`. Stays the same object while it covers the request's tokens."""
     states: RequestStates | None = field(init=False, default=None)
     """Its recurrent states, while it runs; None: the model has no recurrent state."""
+    pages: WindowPages | None = field(init=False, default=None)
+    """Its pages, while it runs; None: the layers with a sliding window have no blocks of their own."""
+    window_table: tuple[BlockId, ...] = field(init=False, default=())
+    """The blocks of the pages of `block_table`."""
     turns: Turns | None = field(init=False, default=None)
     """Checkpoints of its conversation, from its first admission on; None: the model has no recurrent state."""
     branch_blocks: int = field(init=False, default=0)

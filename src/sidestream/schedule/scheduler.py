@@ -13,6 +13,7 @@ Both use, from above to below:
     allocation.py            blocks to reuse, and leases of slots and blocks
     prefix_cache.py          keys, the blocks that are findable under them, loads and promotions from other tiers
     states.py                recurrent states and their checkpoints
+    windows.py               blocks of layers with a sliding window
     request.py, limits.py    requests and their queues; sizes of a step, where a prompt is cut, checks of requests
     spec_policy.py           numbers of drafts
 """
@@ -33,11 +34,13 @@ from sidestream.schedule.prefix_cache import NoTiers, PrefixCache, TierLoads, Ti
 from sidestream.schedule.request import Request, RequestQueues, State
 from sidestream.schedule.spec_policy import SpecPolicy
 from sidestream.schedule.states import StateCache
+from sidestream.schedule.windows import WindowCache
 from sidestream.types import BatchPlan, RowResult, StepPlan
 from sidestream_kv.kv.key_log import DeviceKeyLog
 from sidestream_kv.kv.keys import BlockKeys
 from sidestream_kv.kv.pool import FencedPool, Lease
 from sidestream_kv.kv.state_layout import StateRegion
+from sidestream_kv.kv.window_layout import WindowedLayers
 from sidestream_kv.types import BlockId, Fence, Key, RequestId, StorePlan, TransferPlan
 
 # A request whose prompt was found in a cache by this share, 1 / N, is returning: see `StorePlan.returning`.
@@ -162,7 +165,7 @@ class Committer:
                 prefix.extend(request.keys[: request.may_store(complete, self._limits.block_tokens)])
                 found = request.own_blocks or 0
                 if first <= found:  # its first blocks that a store gets
-                    returning.update(request.keys[:found], self._prefix_cache.part_keys(request.keys[:found][-1:]))
+                    returning.update(request.keys[:found], self._prefix_cache.end_parts(request.keys[:found]))
                 if found * _RETURNING * self._limits.block_tokens > len(request.prompt):
                     returning.update(key for key, _ in fresh)
         if not stored:
@@ -188,10 +191,11 @@ class Scheduler:
         tiers: TierView | None = None,
         policy: SpecPolicy | None = None,
         states: tuple[FencedPool, StateRegion] | None = None,
+        windows: WindowedLayers | None = None,
         key_log: DeviceKeyLog | None = None,
     ) -> None:
-        """`policy` None: rows have no drafts. `states` None: the model has no recurrent state. `key_log`: records which
-        keys are findable on the device.
+        """`policy` None: rows have no drafts. `states` None: the model has no recurrent state. `windows` None: no
+        layers have blocks of their own. `key_log`: records which keys are findable on the device.
         """
         view: TierView = tiers or NoTiers()
         self.limits = limits
@@ -202,12 +206,26 @@ class Scheduler:
         self._states: StateCache | None = None
         if states is not None:
             self._states = StateCache(limits, states=states[0], region=states[1], slots=slots, tiers=view)
-        self._prefix_cache = cache = PrefixCache(limits, blocks, keys, self._states, key_log)
-        self._tiers = TierLoads(limits, view=view, queues=queues, max_running=slots.size, divides=states is None)
+        self._windows: WindowCache | None = None
+        if windows is not None:
+            tokens = limits.chunk_tokens + 1 + self._policy.max_drafts
+            self._windows = WindowCache(
+                limits, layers=windows, blocks=blocks, tiers=view, new_tokens=tokens, key_log=key_log
+            )
+        self._prefix_cache = cache = PrefixCache(limits, blocks, keys, self._states, key_log, windows=self._windows)
+        # A checkpoint and pages are at the end of what is loaded, so a part of it would be of no use.
+        divides = states is None and windows is None
+        self._tiers = TierLoads(limits, view=view, queues=queues, max_running=slots.size, divides=divides)
         self._allocator = Allocator(
-            limits, blocks=blocks, slots=slots, prefix_cache=cache, tiers=view, states=self._states
+            limits,
+            blocks=blocks,
+            slots=slots,
+            prefix_cache=cache,
+            tiers=view,
+            states=self._states,
+            windows=self._windows,
         )
-        reuse = ReuseFinder(limits, prefix_cache=cache, tiers=self._tiers, states=self._states)
+        reuse = ReuseFinder(limits, prefix_cache=cache, tiers=self._tiers, states=self._states, windows=self._windows)
         self._prefill = PrefillPlanner(limits, tiers=view, allocator=self._allocator)
         self._admission = Admission(
             limits,
@@ -347,8 +365,18 @@ class Scheduler:
     def store_again(self, keys: Iterable[Key]) -> tuple[StorePlan, Lease] | None:
         return self._prefix_cache.store_again(keys, self._committed)
 
-    def store_latest_states(self) -> tuple[StorePlan, Lease] | None:
-        return None if self._states is None else self._states.store_latest(self._committed)
+    def store_latest(self) -> tuple[StorePlan, Lease] | None:
+        """Plan to store what is worth keeping only of the ends of requests: see `StateCache` and `WindowCache`."""
+        parts = self._states or self._windows
+        return None if parts is None else parts.store_latest(self._committed)
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether a prefix needs more than its blocks: `end_parts`."""
+        return self._states is not None or self._windows is not None
+
+    def end_parts(self, keys: Sequence[Key]) -> list[Key]:
+        return self._prefix_cache.end_parts(keys)
 
     # ------------------------------------------------------------------ events of tiers
 
@@ -393,6 +421,7 @@ class Scheduler:
                 self._prefill.plan(request, step)
         self._admission.admit(step)
         self._prefill.plan_arriving(step)
+        self._prefill.plan_short(step, self._preemption.make_room)
         if step.drafting and step.prefills:
             self._policy.charge([self._queues.running[row.request_id].spec_record for row in step.prefills])
         plan = step.build()
@@ -442,6 +471,12 @@ class Scheduler:
         from a tier; None: there are none.
         """
         return self._committer.publish(committed)
+
+    def trim(self, committed: Committed) -> None:
+        """Release the pages that no window reaches any more. Call it when the plan of `publish` was submitted."""
+        if self._windows is not None:
+            for request, _ in committed.completed:
+                self._windows.trim(request, committed.fence)
 
     def measured(self, batch: BatchPlan, seconds: float) -> None:
         """Record the duration of a step that has only decode rows."""

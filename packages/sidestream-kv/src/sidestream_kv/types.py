@@ -110,10 +110,10 @@ class LoadPlan:
 
     after      fences of the device blocks' earlier uses; the copy waits for them
     prefetch   no step waits for this load yet, so other loads go first
-    num_whole  number of leading blocks that hold recurrent state. State is not split by layer, so these blocks are
-               copied whole, before all KV blocks
-    covers     number of tokens that this recurrent state must cover; a state of another number of tokens is a cache
-               miss
+    num_whole  number of leading blocks that hold recurrent state, or pages of layers with a sliding window. They are
+               copied whole, before all other blocks, because their layers are others
+    covers     number of tokens that a recurrent state in them must cover; a state of another number of tokens is a
+               cache miss
     num_partial  number of blocks after these that the request reads only in layers without a sliding window; the other
                layers are not copied. The last block of a load is always whole
     """

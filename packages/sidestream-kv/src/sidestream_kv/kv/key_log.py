@@ -102,15 +102,27 @@ class TierKeyLog:
 
 class DeviceKeyLog(TierKeyLog):
     """Writes the changes of the device to the log. The pool reports new keys by `stored`, but does not know their
-    tokens. So they are logged by the next call of `sequence`, which gets the tokens.
+    tokens. So they are logged by the next call of `sequence`, which gets the tokens. Hidden keys, of parts of blocks,
+    are never logged.
     """
 
-    __slots__ = ("_block_tokens", "_fresh")
+    __slots__ = ("_block_tokens", "_fresh", "_hidden")
 
     def __init__(self, changes: deque[KeyChange], block_tokens: int) -> None:
         super().__init__(changes, DEVICE)
         self._block_tokens = block_tokens
         self._fresh: set[Key] = set()
+        self._hidden: set[Key] = set()
+
+    def hide(self, key: Key) -> None:
+        """Never log this key, which just became findable."""
+        self._fresh.discard(key)
+        self._hidden.add(key)
+
+    def removed(self, keys: Sequence[Key]) -> None:
+        """Log that these keys are no longer findable, but not the hidden ones."""
+        super().removed([key for key in keys if key not in self._hidden] if self._hidden else keys)
+        self._hidden.difference_update(keys)
 
     def stored(self, keys: Sequence[Key]) -> None:
         """Note that these keys became findable. A call of `sequence` with their tokens must follow."""
@@ -119,6 +131,7 @@ class DeviceKeyLog(TierKeyLog):
     def cleared(self, keys: Sequence[Key]) -> None:
         """Log that no key is findable any more."""
         self._changes.append(KeysCleared())
+        self._hidden.clear()
 
     def sequence(self, keys: Sequence[Key], token_ids: Sequence[int], *, first: int, stop: int, salt: str) -> None:
         """Log the keys that became findable since the last call. All of them are in `keys[first:stop]`.

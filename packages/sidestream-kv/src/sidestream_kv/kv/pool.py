@@ -33,7 +33,7 @@ class PoolExhausted(SidestreamError):
 
 class Lease:
     """The right to use some blocks of a pool, until `release`. Owned by one request or one transfer. `extend` adds
-    blocks.
+    blocks, `split` takes some away.
 
     after   unfinished fences of the blocks' earlier uses: the new owner's stream waits for them before it writes
     """
@@ -59,6 +59,14 @@ class Lease:
         self.ids.extend(other.ids)
         if other.after:
             self.after = merge_fences((*self.after, *other.after))  # rule: extended-lease-keeps-fences
+
+    def split(self, count: int) -> Lease:
+        """A lease of its own for the first `count` blocks, which this lease loses. InvariantError if it has fewer."""
+        if not self._open or count > len(self.ids):
+            raise InvariantError(f"{count} blocks of a lease of {self.pool.name} {self.ids} cannot be split off")
+        first = Lease(self.pool, self.ids[:count], self.after)
+        del self.ids[:count]
+        return first
 
     def release(self, *, after: Iterable[Fence] = (), until: Fence | None = None) -> None:
         """Give the blocks back at once. The stream of the next owner waits for the fences `after`. A second release is

@@ -156,7 +156,8 @@ class Loads:
             slots.release()  # rule: missed-load-releases-its-slots
             self._miss(job_id, "load_failed" if self._context.switches.abandoned else "gone")
             return
-        if plan.num_whole and self._covered(slots.ids) != plan.covers:  # rule: state-covers-the-planned-tokens
+        stateful = plan.num_whole and self._context.states is not None
+        if stateful and self._covered(slots.ids) != plan.covers:  # rule: state-covers-the-planned-tokens
             slots.release()
             self._tiers.forget(plan.keys[: plan.num_whole])  # otherwise the next request would plan the same load
             self._miss(job_id, "coverage")
