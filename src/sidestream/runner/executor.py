@@ -419,8 +419,7 @@ class Executor:
         max_len: int = 0,
     ) -> None:
         """Until `capture` is called, every step runs eagerly."""
-        self._device = device
-        self._model = model
+        self._device, self._model = device, model
         ops = TorchOps() if ops is None else ops
         self._clock = device.now
         self._stream = device.stream("compute")

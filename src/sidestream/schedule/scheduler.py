@@ -175,6 +175,20 @@ class Committer:
         return StorePlan(keys, block_ids, (committed.fence,), tuple(prefix), superseded, frozenset(returning))
 
 
+def _window_cache(
+    layers: WindowedLayers | None,
+    limits: Limits,
+    blocks: FencedPool,
+    tiers: TierView,
+    max_drafts: int,
+    key_log: DeviceKeyLog | None,
+) -> WindowCache | None:
+    if layers is None:
+        return None
+    tokens = limits.chunk_tokens + 1 + max_drafts
+    return WindowCache(limits, layers=layers, blocks=blocks, tiers=tiers, new_tokens=tokens, key_log=key_log)
+
+
 class Scheduler:
     """Owner of all requests and of the leases of device blocks and request slots.
 
@@ -203,19 +217,13 @@ class Scheduler:
         self._view = view
         self._policy = policy or SpecPolicy(0)
         self._queues = queues = RequestQueues(limits.aging_steps)
-        self._states: StateCache | None = None
-        if states is not None:
-            self._states = StateCache(limits, states=states[0], region=states[1], slots=slots, tiers=view)
-        self._windows: WindowCache | None = None
-        if windows is not None:
-            tokens = limits.chunk_tokens + 1 + self._policy.max_drafts
-            self._windows = WindowCache(
-                limits, layers=windows, blocks=blocks, tiers=view, new_tokens=tokens, key_log=key_log
-            )
+        self._states = (
+            None if states is None else StateCache(limits, states=states[0], region=states[1], slots=slots, tiers=view)
+        )
+        self._windows = _window_cache(windows, limits, blocks, view, self._policy.max_drafts, key_log)
         self._prefix_cache = cache = PrefixCache(limits, blocks, keys, self._states, key_log, windows=self._windows)
         # A checkpoint and pages are at the end of what is loaded, so a part of it would be of no use.
-        divides = states is None and windows is None
-        self._tiers = TierLoads(limits, view=view, queues=queues, max_running=slots.size, divides=divides)
+        self._tiers = TierLoads(limits, view=view, queues=queues, max_running=slots.size, divides=not (states or windows))
         self._allocator = Allocator(
             limits,
             blocks=blocks,
