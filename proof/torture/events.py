@@ -64,5 +64,6 @@ class EventReplay:
         findable: dict[str, Iterable[Key]] = {"GPU": parts.blocks._index}
         if parts.tiers is not None and parts.states is None:
             findable["CPU"] = parts.tiers.host.pool._index
-            findable |= {name.upper(): tier.index for name, tier in parts.tiers.persistent.items()}
+            media = {"disk": "DISK", "redis": "EXTERNAL"}
+            findable |= {media[name]: tier.index for name, tier in parts.tiers.persistent.items()}
         return findable
