@@ -60,12 +60,12 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 # Lines of today, rounded up. A part that must grow first says what it makes unnecessary; a part that shrank gets a
 # lower bound.
 LINES = {
-    "sidestream_kv": 17_560,
+    "sidestream_kv": 17_580,
     "sidestream_order": 6_040,
     "sidestream": 47_060,
-    "proof": 21_740,
+    "proof": 23_040,
     "bench": 10_430,
-    "tests": 67_100,
+    "tests": 67_130,
 }
 
 
