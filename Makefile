@@ -134,6 +134,8 @@ bench: $(VENV)/.dev
 	mv bench/results/self-check-cpu.json.new bench/results/self-check-cpu.json
 	$(BIN)/python -m proof torture --json > bench/results/torture-cpu.json.new
 	mv bench/results/torture-cpu.json.new bench/results/torture-cpu.json
+	$(BIN)/python -m proof crash --json > bench/results/crash-cpu.json.new
+	mv bench/results/crash-cpu.json.new bench/results/crash-cpu.json
 	$(BIN)/python -m proof torture --mutations --json > bench/results/torture-mutations.json.new
 	mv bench/results/torture-mutations.json.new bench/results/torture-mutations.json
 	$(BIN)/python -m proof torture --device cpu --tensor-parallel 2 --json > bench/results/torture-ranks-cpu.json.new

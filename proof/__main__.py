@@ -1,9 +1,10 @@
-"""`python -m proof torture`, in a checkout of the repository."""
+"""`python -m proof torture` and `python -m proof crash`, in a checkout of the repository."""
 
 from __future__ import annotations
 
 import typer
 
+from proof.commands.crash import crash
 from proof.commands.torture import torture
 from sidestream.cli.declare import Command
 from sidestream.cli.errors import Commands
@@ -11,7 +12,7 @@ from sidestream.cli.options import Debug
 
 app = typer.Typer(
     cls=Commands,
-    help="Run the engine in many orders of execution; plant known faults and count the runs until each is found.",
+    help="Run the engine in many orders of execution, and kill it at random moments; plant known faults.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -25,6 +26,7 @@ def _global_options(debug: Debug = False) -> None:
 
 
 app.command(cls=Command)(torture)
+app.command(cls=Command)(crash)
 
 if __name__ == "__main__":
     app(prog_name="python -m proof")

@@ -65,19 +65,17 @@ class Engine:
         self.pool = SharedPool(self.memory, ready=self.memory.num_slots if ready is None else ready)
         self._blocks = np.frombuffer(self.memory.pages, np.uint8).reshape(self.memory.num_slots, -1)
 
-    def write(self, *numbers: int, halves: bool = False) -> Lease:
-        """Write blocks, as many as there are slots for, and hold them. `halves`: the second halves after all first."""
+    def write(self, *numbers: int) -> Lease:
+        """Write blocks, as many as there are slots for, and hold them."""
         lease = self.pool.take_some(len(numbers))
-        for slot, number in zip(lease.ids, numbers, strict=False):
-            self._blocks[slot][: LAYOUT.block_bytes // 2 if halves else None] = number
         for slot, number in zip(lease.ids, numbers, strict=False):
             self._blocks[slot] = number
         self.pool.publish_all(lease.ids, keys(*numbers)[: len(lease.ids)])
         return lease
 
-    def store(self, *numbers: int, halves: bool = False) -> list[int]:
+    def store(self, *numbers: int) -> list[int]:
         """Write blocks as `write` does. Returns their slots."""
-        lease = self.write(*numbers, halves=halves)
+        lease = self.write(*numbers)
         lease.release()
         return lease.ids
 

@@ -435,7 +435,6 @@ EXEMPT = (
     Exempt("Operations._take_weights", ("wait_host",), "without it, a failure is not known; see the rule behind it"),
     Exempt("Prefixes._pin_now", ("add",), PINS),
     Exempt("Prefixes._drop", ("forget", "forget", "drop", "failure"), _DROP),
-    Exempt("Prefixes._keys", ("salt=",), "a pin of another salt's blocks; tests/engine/test_prefixes.py covers it"),
     Exempt("build_engine", ("callback", "callback"), _UNBUILT),
     Exempt("_build_parts", ("salt=",), "see new-weights-keep-the-salt"),
     Exempt("_open_device", ("callback",), _UNBUILT),

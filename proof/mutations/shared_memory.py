@@ -1,5 +1,5 @@
-"""Rules of the memory of a cache process, which several engines share. The engines of the torture test have host memory
-of their own, so unit tests detect the removal of these rules.
+"""Rules of the memory of a cache process, which several engines share. Schedules of the torture test have such a memory
+and a neighbour, but no cache process.
 """
 
 from __future__ import annotations
@@ -7,14 +7,68 @@ from __future__ import annotations
 from proof.mutations.operators import Always, Delete, DropOperand, Never, Operator, Rewrite, SetArgument, Value
 from proof.mutations.tables import Equivalent, Exempt, Mutation
 
-MUTATIONS = ()
+MUTATIONS = (
+    Mutation(
+        name="shared-slot-has-one-writer-and-no-reader",
+        hazard="H10",
+        change=Value("list[int]()"),
+        consequence="a slot is written while another engine reads or writes it",
+        needs=frozenset({"shared_memory"}),
+    ),
+    Mutation(
+        name="shared-slot-is-leased-while-it-is-read",
+        hazard="H6",
+        change=Value("list[int]()"),
+        consequence="another engine evicts a block while it is read",
+        needs=frozenset({"shared_memory"}),
+    ),
+    Mutation(
+        name="lease-of-a-shared-slot-ends",
+        hazard="H22",
+        consequence="slots that one engine has used can never be used by another one again",
+        needs=frozenset({"shared_memory"}),
+    ),
+    Mutation(
+        name="shared-record-is-compared-under-its-lease",
+        hazard="H7",
+        change=Never(),
+        consequence="a slot that another engine has rewritten is read as the block that was in it before",
+        needs=frozenset({"shared_memory"}),
+    ),
+    Mutation(
+        name="shared-record-is-void-while-its-slot-is-written",
+        hazard="H9",
+        consequence="a slot that is half written is found under the key that it had before",
+        needs=frozenset({"shared_memory"}),
+    ),
+    Mutation(
+        name="shared-record-is-published-last",
+        hazard="H7",
+        consequence="other engines, and a restarted one, find no block",
+        needs=frozenset({"shared_memory"}),
+    ),
+    Mutation(
+        name="block-that-others-evicted-is-forgotten",
+        hazard="H7",
+        change=SetArgument("forget", 0, "[]"),
+        consequence="a slot that another engine has rewritten is read as the block that was in it before",
+        needs=frozenset({"shared_memory"}),
+    ),
+    Mutation(
+        name="refused-slot-is-not-kept",
+        hazard="H22",
+        consequence="slots that another engine uses are in use here as well, forever",
+        needs=frozenset({"shared_memory"}),
+    ),
+)
 
 _DELETE = Delete()
+_UNSEEN = "a schedule has no cache process, and a block that is not found, or is lost, is computed again"
 
 
 def _noticed(name: str, hazard: str, consequence: str, by: str, change: Operator = _DELETE) -> Equivalent:
     mutation = Mutation(name=name, hazard=hazard, change=change, consequence=consequence)
-    return Equivalent(mutation, "no schedule has a shared memory", noticed_by=by, unreached=True)
+    return Equivalent(mutation, _UNSEEN, noticed_by=by, unreached=True)
 
 
 _POOL = "offload/test_shared_memory.py::test_"
@@ -24,50 +78,11 @@ _PROCESS = "offload/test_cache_process.py::test_"
 EQUIVALENT = (
     # ------------------------------------------------------------------ slots
     _noticed(
-        "shared-slot-has-one-writer-and-no-reader",
-        "H10",
-        "a slot is written while another engine reads or writes it",
-        _POOL + "a_slot_that_another_engine_reads_is_not_evicted",
-        Value("list[int]()"),
-    ),
-    _noticed(
-        "shared-slot-is-leased-while-it-is-read",
-        "H6",
-        "another engine evicts a block while it is read",
-        _POOL + "a_slot_that_another_engine_reads_is_not_evicted",
-        Value("list[int]()"),
-    ),
-    _noticed(
-        "lease-of-a-shared-slot-ends",
-        "H22",
-        "slots that one engine has used can never be used by another one again",
-        _POOL + "a_read_of_two_transfers_ends_with_the_second",
-    ),
-    _noticed(
         "shared-slot-is-taken-as-it-was-seen",
         "H26",
         "an engine evicts a block that another one has written a moment ago",
         _POOL + "blocks_that_were_written_a_moment_ago_are_not_evicted_unseen",
         Value("list[int]()"),
-    ),
-    _noticed(
-        "shared-record-is-compared-under-its-lease",
-        "H7",
-        "a slot that another engine has rewritten is read as the block that was in it before",
-        _POOL + "a_void_record_under_a_late_lease_is_not_read",
-        Never(),
-    ),
-    _noticed(
-        "shared-record-is-void-while-its-slot-is-written",
-        "H9",
-        "a slot that is half written is found under the key that it had before",
-        _POOL + "a_slot_that_is_being_written_is_neither_found_nor_taken",
-    ),
-    _noticed(
-        "shared-record-is-published-last",
-        "H7",
-        "other engines, and a restarted one, find no block",
-        _POOL + "an_engine_finds_what_another_has_written",
     ),
     _noticed(
         "published-slot-may-be-read-by-others",
@@ -94,13 +109,6 @@ EQUIVALENT = (
         _POOL + "a_reset_and_a_drop_reach_all_engines",
     ),
     _noticed(
-        "block-that-others-evicted-is-forgotten",
-        "H7",
-        "a slot that another engine has rewritten is read as the block that was in it before",
-        _POOL + "the_least_recently_used_block_of_all_engines_is_evicted",
-        SetArgument("forget", 0, "[]"),
-    ),
-    _noticed(
         "records-of-others-enter-the-index",
         "H26",
         "an engine finds nothing that another has written",
@@ -117,12 +125,6 @@ EQUIVALENT = (
         "refused-take-takes-nothing",
         "H22",
         "slots are leased forever by a transfer that found too few of them",
-        _POOL + "a_slot_that_another_engine_reads_is_not_evicted",
-    ),
-    _noticed(
-        "refused-slot-is-not-kept",
-        "H22",
-        "slots that another engine uses are in use here as well, forever",
         _POOL + "a_slot_that_another_engine_reads_is_not_evicted",
     ),
     _noticed(

@@ -1,21 +1,41 @@
-"""Rules of tiers in stores that several engines share. The schedules of the torture test have no such store, so unit
-tests detect the removal of these rules.
-"""
+"""Rules of tiers in stores that several engines share. The store of a schedule of the torture test is in memory."""
 
 from __future__ import annotations
 
-from proof.mutations.operators import Always, Delete, DropOperand, Never, Operator, Rewrite
+from proof.mutations.operators import Always, Delete, DropOperand, Never, Operator, Rewrite, SetArgument, Value
 from proof.mutations.reasons import GIVES_UP
 from proof.mutations.tables import Equivalent, Exempt, Mutation
 
-MUTATIONS = ()
+MUTATIONS = (
+    Mutation(
+        name="every-bit-of-a-value-is-verified",
+        hazard="H9",
+        change=Never(),
+        consequence="a damaged value is read as a block",
+        needs=frozenset({"store"}),
+    ),
+    Mutation(
+        name="request-asks-once",
+        hazard="H26",
+        change=DropOperand("has_asked"),
+        consequence="a request asks again and again for blocks that no process has stored",
+        needs=frozenset({"store"}),
+    ),
+    Mutation(
+        name="ended-find-is-reported",
+        hazard="H26",
+        consequence="a request that has asked waits forever",
+        needs=frozenset({"store"}),
+    ),
+)
 
 _DELETE = Delete()
+_UNSEEN = "the store of a schedule has no server and one rank, and a block that is not found is computed again"
 
 
 def _noticed(name: str, hazard: str, consequence: str, by: str, change: Operator = _DELETE) -> Equivalent:
     mutation = Mutation(name=name, hazard=hazard, change=change, consequence=consequence)
-    return Equivalent(mutation, "no schedule has a shared tier", noticed_by=by, unreached=True)
+    return Equivalent(mutation, _UNSEEN, noticed_by=by, unreached=True)
 
 
 _ENGINE = "engine/test_shared_tiers.py::test_"
@@ -28,13 +48,6 @@ EQUIVALENT = (
         "value-is-of-its-key",
         "H9",
         "a value that another key, model or layout has is read as a block of this key",
-        _STORE + "lying_store_gives_no_wrong_block",
-        Never(),
-    ),
-    _noticed(
-        "every-bit-of-a-value-is-verified",
-        "H9",
-        "a damaged value is read as a block",
         _STORE + "lying_store_gives_no_wrong_block",
         Never(),
     ),
@@ -93,13 +106,6 @@ EQUIVALENT = (
     ),
     # ------------------------------------------------------------------ questions
     _noticed(
-        "request-asks-once",
-        "H26",
-        "a request asks again and again for blocks that no process has stored",
-        _SCHEDULE + "a_request_asks_once_for_blocks_that_no_tier_is_known_to_hold",
-        DropOperand("has_asked"),
-    ),
-    _noticed(
         "request-waits-for-its-answer",
         "H26",
         "a request computes the blocks that it asks for",
@@ -140,10 +146,18 @@ EQUIVALENT = (
         _ENGINE + "an_engine_finds_what_another_has_stored",
     ),
     _noticed(
-        "ended-find-is-reported",
-        "H26",
-        "a request that has asked waits forever",
-        _ENGINE + "an_engine_finds_what_another_has_stored",
+        "entry-that-leaves-is-not-found",
+        "H9",
+        "a block is found again while a write deletes it, and each load of it fails",
+        _ENGINE + "an_entry_that_is_about_to_be_deleted_is_not_found",
+        Value("False"),
+    ),
+    _noticed(
+        "hand-over-is-of-its-own-request",
+        "H14",
+        "a hand-over tells of the blocks of another user's request",
+        _ENGINE + "a_hand_over_tells_of_no_block_of_another_request",
+        SetArgument("keys_of", "salt", "''"),
     ),
     _noticed(
         "reset-reaches-questions-in-flight",

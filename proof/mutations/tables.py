@@ -43,10 +43,13 @@ Feature = Literal[
     "restart",
     "sampling",
     "self_check",
+    "shared_disk",
+    "shared_memory",
     "slow_load",
     "slow_tier",
     "speculative",
     "states",
+    "store",
     "swapped_files",
     "twins",
     "weights",
@@ -86,10 +89,13 @@ reset           the cache is reset while transfers are unfinished
 restart         the engine ends and another one opens the same disk
 sampling        penalties, biases and `min_tokens` change which tokens are drawn
 self_check      steps run twice, and blocks in host memory have checksums
+shared_disk     another engine uses the directory of the disk tier
+shared_memory   the host tier is memory of a cache process, and another engine uses it
 slow_load       loads take longer than steps
 slow_tier       disk operations take longer than the deadline
 speculative     tokens are drafted and verified
 states          the model keeps recurrent state besides its KV
+store           there is a tier in a store, where another engine has stored blocks, and values are damaged
 swapped_files   files of the disk tier exchange their names
 twins           two prompts have an equal block at the same place behind different blocks
 weights         the weights are replaced, so blocks computed before are wrong

@@ -108,11 +108,50 @@ MUTATIONS = (
         consequence="a wrong bit in the first half of a block is not detected",
         needs=frozenset({"flipped_block", "disk"}),
     ),
+    Mutation(
+        name="own-write-of-a-key-is-kept",
+        hazard="H11",
+        change=Never(),
+        consequence="an entry that is being read or written is replaced by another process's entry of its key",
+        needs=frozenset({"shared_disk"}),
+    ),
+    Mutation(
+        name="vanished-entry-is-forgotten",
+        hazard="H9",
+        consequence="entries that another process has deleted are found, and each load of them fails",
+        needs=frozenset({"shared_disk"}),
+    ),
+    Mutation(
+        name="slot-is-leased-while-it-is-read",
+        hazard="H2",
+        change=Rewrite("not self._set(fcntl.F_RDLCK, _FIRST_SLOT + first, count)", "False"),
+        consequence="another process overwrites a slot that is being read",
+        needs=frozenset({"shared_disk"}),
+    ),
+    Mutation(
+        name="slot-has-one-writer-and-no-reader",
+        hazard="H11",
+        change=Rewrite("not self._set(fcntl.F_WRLCK, _FIRST_SLOT + first, count)", "False"),
+        consequence="two processes write one slot at the same time",
+        needs=frozenset({"shared_disk"}),
+    ),
+    Mutation(
+        name="lease-of-a-pinned-entry-ends",
+        hazard="H22",
+        consequence="a slot that was read once is never written again by another process",
+        needs=frozenset({"shared_disk"}),
+    ),
+    Mutation(
+        name="own-entry-that-gave-way-is-forgotten",
+        hazard="H9",
+        consequence="an entry stays findable after a write of the same engine has taken its slot",
+        needs=frozenset({"shared_disk"}),
+    ),
 )
 
 _VERIFIED = "every read verifies the whole file, so a damaged file is a miss"
 
-_ALONE = "in a schedule, one engine uses a directory; tests/offload has two"
+_UNSEEN = "a block that another engine has written or evicted unnoticed is computed again"
 
 _OPENED_ONCE = (
     "the torture test gives each rank a tier whose entries are those of all ranks, and a rank that lacks an entry "
@@ -147,29 +186,8 @@ EQUIVALENT = (
             change=Never(),
             consequence="the index of a tier grows with the entries of other processes",
         ),
-        _ALONE,
+        _UNSEEN,
         noticed_by="offload/test_disk_index.py::test_learning_keeps_own_writes_and_stays_within_the_capacity",
-        unreached=True,
-    ),
-    Equivalent(
-        Mutation(
-            name="own-write-of-a-key-is-kept",
-            hazard="H11",
-            change=Never(),
-            consequence="an entry that is being read or written is replaced by another process's entry of its key",
-        ),
-        _ALONE,
-        noticed_by="offload/test_disk_index.py::test_learning_keeps_own_writes_and_stays_within_the_capacity",
-        unreached=True,
-    ),
-    Equivalent(
-        Mutation(
-            name="vanished-entry-is-forgotten",
-            hazard="H9",
-            consequence="entries that another process has deleted are found, and each load of them fails",
-        ),
-        _ALONE,
-        noticed_by="offload/test_disk_index.py::test_unlearned_entries_are_not_found_and_not_deleted_again",
         unreached=True,
     ),
     Equivalent(
@@ -230,44 +248,12 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="slot-is-leased-while-it-is-read",
-            hazard="H2",
-            change=Rewrite("not self._set(fcntl.F_RDLCK, _FIRST_SLOT + first, count)", "False"),
-            consequence="another process overwrites a slot that is being read",
-        ),
-        _ALONE,
-        noticed_by="offload/test_disk_sharing.py::test_a_slot_is_not_written_while_another_engine_reads_it",
-        unreached=True,
-    ),
-    Equivalent(
-        Mutation(
-            name="slot-has-one-writer-and-no-reader",
-            hazard="H11",
-            change=Rewrite("not self._set(fcntl.F_WRLCK, _FIRST_SLOT + first, count)", "False"),
-            consequence="two processes write one slot at the same time",
-        ),
-        _ALONE,
-        noticed_by="offload/test_disk_sharing.py::test_a_slot_has_one_writer",
-        unreached=True,
-    ),
-    Equivalent(
-        Mutation(
             name="pinned-entry-is-leased",
             hazard="H2",
             change=Never(),
             consequence="another process overwrites a block that a request waits for",
         ),
-        _ALONE,
-        noticed_by="offload/test_disk_sharing.py::test_a_slot_is_not_written_while_another_engine_leases_it",
-        unreached=True,
-    ),
-    Equivalent(
-        Mutation(
-            name="lease-of-a-pinned-entry-ends",
-            hazard="H22",
-            consequence="a slot that was read once is never written again by another process",
-        ),
-        _ALONE,
+        _UNSEEN,
         noticed_by="offload/test_disk_sharing.py::test_a_slot_is_not_written_while_another_engine_leases_it",
         unreached=True,
     ),
@@ -278,7 +264,7 @@ EQUIVALENT = (
             change=Always(),
             consequence="a write takes the slot that another process has just written",
         ),
-        _ALONE,
+        _UNSEEN,
         noticed_by="offload/test_disk_sharing.py::test_a_slot_that_another_engine_has_written_meanwhile_is_not_taken",
         unreached=True,
     ),
@@ -326,6 +312,27 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
+            name="entry-that-vanished-early-is-not-published",
+            hazard="H9",
+            consequence="an entry that another process has evicted at once stays findable, and each load of it fails",
+        ),
+        _UNSEEN,
+        noticed_by="offload/test_disk_index.py::test_an_entry_that_vanished_before_its_publication_is_not_findable",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
+            name="entry-of-a-lost-segment-is-a-miss",
+            hazard="H9",
+            change=Rewrite("'is in a file that is gone'", "None"),
+            consequence="what a buffer held before is served as a block of a file that is gone",
+        ),
+        "no schedule deletes a file of the tier",
+        noticed_by="offload/test_disk_failures.py::test_a_lost_segment_is_a_miss_and_is_made_anew",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
             name="lost-segment-is-made-anew",
             hazard="H9",
             change=Value("fd is None"),
@@ -342,7 +349,7 @@ EQUIVALENT = (
             change=Value("None"),
             consequence="two processes make the files of a directory at the same time",
         ),
-        _ALONE,
+        _UNSEEN,
         noticed_by="offload/test_disk_refusals.py::test_a_directory_that_is_set_up_for_too_long_is_refused",
         unreached=True,
     ),
@@ -385,7 +392,7 @@ EQUIVALENT = (
             hazard="H26",
             consequence="an engine finds the blocks of other engines only after a restart",
         ),
-        _ALONE,
+        _UNSEEN,
         noticed_by="offload/test_disk_sharing.py::test_the_worker_looks_for_blocks_of_other_engines",
         unreached=True,
     ),

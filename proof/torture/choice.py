@@ -29,6 +29,12 @@ NEVER_TOGETHER: Mapping[tuple[Feature, Feature], str] = {
     ("rank_loss", "restart"): "the loss ends the engine, and another one starts on the same disk",
     ("rank_loss", "weights"): "an engine with several ranks refuses new weights",
     ("ranks", "weights"): "an engine with several ranks refuses new weights",
+    **{
+        (min(one, other), max(one, other)): "engines that share have one rank, and blocks of one kind"
+        for one in ("shared_disk", "shared_memory", "store")
+        for other in ("rank_loss", "ranks", "states", "window")
+    },
+    ("growing_tier", "shared_memory"): "a cache process gives all of its memory at once",
     ("self_check", "states"): "the self-check refuses models with recurrent state",
 }
 """Pairs of features, in alphabetical order, that no workload has → the reason."""

@@ -18,6 +18,7 @@ from proof.torture.workload import (
     LOAD_DEADLINE_S,
     LONGEST_PROMPT,
     NEUTRAL,
+    OF_STORE,
     VOCAB,
     Asked,
     Event,
@@ -43,6 +44,8 @@ _TIE = 100.0
 # Virtual seconds after which another slot is ready, if a host tier grows while steps of several ranks run.
 _SLOT_S = (8e-6, 12e-6)
 _SLOWEST_PIN_S = 2.0
+# What engines share: a store, a directory, host memory.
+_SHARED = ((True, False, False), (False, True, False), (False, False, True), (True, True, True), (True, True, True))
 
 
 def draw_workload(seed: int) -> Workload:
@@ -71,7 +74,26 @@ def draw_workload(seed: int) -> Workload:
     turn_blocks = 1 + random.Random(f"sidestream turns {seed}").randrange(2)
     workload = dataclasses.replace(workload, large_groups=large, turn_blocks=turn_blocks)
     workload = _draw_grammars(random.Random(f"sidestream grammars {seed}"), workload)
+    workload = _draw_shared(random.Random(f"sidestream joint {seed}"), workload)
     return _draw_vocabulary(random.Random(f"sidestream vocabulary {seed}"), workload)
+
+
+def _draw_shared(rng: random.Random, workload: Workload) -> Workload:
+    """Let one of six engines with a host tier share something with other engines: host memory, the directory of the
+    disk tier, a store whose calls fail, or several of these. Left out are engines with several ranks, whose tiers
+    proof.ranks makes, and models whose blocks are not all of one kind: with a recurrent state or a sliding window.
+    """
+    alone = workload.ranks > 1 or workload.states > 0 or workload.window > 0
+    if rng.random() >= 1 / 6 or not workload.slots or alone:
+        return workload
+    can = [True, workload.disk_blocks > 0, not workload.pin_s]
+    store, disk, memory = (able and chosen for able, chosen in zip(can, rng.choice(_SHARED), strict=True))
+    faults = [_draw_fault(rng, each) for each in rng.choices(OF_STORE, k=rng.choice((1, 1, 2)) if store else 0)]
+    lies = [dataclasses.replace(fault, every=1, place=rng.choice((rng.random(), 1.0)), entries=100) for fault in faults]
+    faults = [lie if lie.kind in DAMAGE else fault for fault, lie in zip(faults, lies, strict=True)]
+    return dataclasses.replace(
+        workload, store=store, shared_disk=disk, shared_memory=memory, faults=(*workload.faults, *faults)
+    )
 
 
 def _draw_vocabulary(rng: random.Random, workload: Workload) -> Workload:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from proof.ranks import RankProposer, RankToy, SimRanks
 from proof.torture.contents import Contents
 from proof.torture.events import EventReplay
 from proof.torture.judge import wrong_when_published
 from proof.torture.losses import EvictionOrder, lost_hits
+from proof.torture.neighbour import Surroundings
 from proof.torture.oracle import SALT, state_bytes, toy_of
 from proof.torture.script import Scratch, Script, ScriptedDevice, ScriptedModel, ScriptedTier
 from proof.torture.workload import LOAD_DEADLINE_S, Workload
@@ -25,6 +27,9 @@ from sidestream.schedule.allocation import Reuse
 from sidestream.schedule.request import Request
 from sidestream_kv.config import WRITE_POLICIES, OffloadConfig
 from sidestream_kv.offload.loads import layers_per_group
+from sidestream_kv.offload.tiers.base import PersistentTier
+from sidestream_kv.offload.tiers.shared_pool import SharedPool
+from sidestream_kv.types import HOST as HOST_MEMORY
 from sidestream_kv.types import BlockId, Fence
 from sidestream_order.checker import Checker
 from sidestream_order.guard import Guard
@@ -59,6 +64,7 @@ class Life:
         *,
         weights: int,
         lines: list[TraceLine] | None,
+        surroundings: Surroundings,
     ) -> None:
         self.checker = Checker(poison=self._poison)
         self.recorder = Recorder(
@@ -70,6 +76,8 @@ class Life:
             ),
         )
         self.order = EvictionOrder(self.recorder)
+        self.surroundings = surroundings
+        self._workload = workload
         self.lost: list[str] = []
         self.device = ScriptedDevice(policy, script, tracer=self.recorder, guard=Guard(self.checker))
         self.model = ScriptedModel(toy_of(workload), self.device)
@@ -82,25 +90,28 @@ class Life:
         self.others: SimRanks | None = None
         try:
             if workload.disk_blocks:
-                self.disk = scratch().open(
-                    self.model, self.device, num_blocks=workload.disk_blocks, ranks=workload.ranks
-                )
+                self.disk = self._open_disk()
                 self.disks.append(self.disk)
             if workload.ranks > 1:
                 self.device.pin_s = workload.pin_s * workload.pin_lag
                 self.others = self._start_ranks(workload)
             self.device.pin_s = workload.pin_s
-            self.engine: Engine = build_engine(
-                self.model if self.others is None else RankToy(self.model, self.others.groups[0]),
-                _config(workload, self.model),
-                device=self.device,
-                threaded=False,
-                ranks=None if self.others is None else self.others.ranks,
-                group=None if self.others is None else self.others.groups[0],
-                tiers=None if self.disk is None else {"disk": self.disk},
-                proposer=self._proposer(workload),
-                grammars=ToyGrammars(workload.vocab),
-            )
+            tiers: dict[str, PersistentTier] = {} if self.disk is None else {"disk": self.disk}
+            if (store := surroundings.store_of(self.model, self.device)) is not None:
+                tiers["redis"] = store
+            with surroundings.host_of(self.model):
+                self.engine: Engine = build_engine(
+                    self.model if self.others is None else RankToy(self.model, self.others.groups[0]),
+                    _config(workload, self.model),
+                    device=self.device,
+                    threaded=False,
+                    ranks=None if self.others is None else self.others.ranks,
+                    group=None if self.others is None else self.others.groups[0],
+                    tiers=tiers or None,
+                    proposer=self._proposer(workload),
+                    grammars=ToyGrammars(workload.vocab),
+                )
+            surroundings.join(self.model, self.device, self.disk, lambda: self._open_disk(neighbour=True))
             self.events = EventReplay(self.engine, parts=contents.parts)
             self._publish_events = self._hold_events_back()
             self._watch_losses()
@@ -111,6 +122,10 @@ class Life:
         except BaseException:
             self.crash()
             raise
+
+    def _open_disk(self, *, neighbour: bool = False) -> ScriptedTier:
+        blocks, ranks = self._workload.disk_blocks, self._workload.ranks
+        return scratch().open(self.model, self.device, num_blocks=blocks, ranks=ranks, neighbour=neighbour)
 
     def _start_ranks(self, workload: Workload) -> SimRanks:
         """Start the ranks other than 0, each with its own toy model and disk tier."""
@@ -178,8 +193,10 @@ class Life:
     def _watch_losses(self) -> None:
         """Follow the uses of all blocks, and check each admission."""
         parts = self.engine.parts
-        pools = [parts.blocks, parts.states, None if parts.tiers is None else parts.tiers.host.pool]
-        for pool in (*pools, None if self.disk is None else self.disk.index):
+        shared = self._workload
+        host = None if parts.tiers is None or shared.shared_memory else parts.tiers.host.pool
+        disk = None if self.disk is None or shared.shared_disk else self.disk.index
+        for pool in (parts.blocks, parts.states, host, disk):
             if pool is not None:
                 self.order.watch(pool)
         allocator = parts.scheduler._allocator
@@ -192,10 +209,20 @@ class Life:
         allocator.start = judged  # type: ignore[method-assign]
 
     def crash(self) -> None:
-        """Stop like a killed process. Idempotent; does nothing after a close."""
+        """Stop like a killed process, and the neighbour with it. Idempotent; does nothing after a close."""
         self.device.kill()
+        self.surroundings.leave()
         for disk in self.disks:
             disk.crash()
+        if hasattr(self, "engine") and self._workload.shared_memory:  # as the cache process does for it
+            tiers = self.engine.parts.tiers
+            assert tiers is not None and isinstance(tiers.host.pool, SharedPool)
+            tiers.host.pool.close()
+
+    def look_again(self) -> None:
+        """Take in what the neighbour has done to the disk. Call it while both rest."""
+        if self.disk is not None and self._workload.shared_disk:
+            self.disk.inner.refresh()
 
     @property
     def is_lost(self) -> bool:
@@ -203,6 +230,8 @@ class Life:
         return self.device.is_lost or (self.others is not None and (self.others.is_lost or self.device.step_failed))
 
     def _poison(self, memory: str, start: int, stop: int, after: Sequence[Fence]) -> None:
+        if memory == HOST_MEMORY and self._workload.shared_memory:  # the neighbour may use it
+            return
         self.device.poison(memory, start, stop, [local_fence(fence) for fence in after])  # the memory belongs to rank 0
 
     def _actor(self) -> str:
@@ -216,6 +245,7 @@ def _config(workload: Workload, model: ScriptedModel) -> EngineConfig:
             host=workload.slots * size * workload.ranks,
             load_deadline_s=LOAD_DEADLINE_S,
             write_policy=WRITE_POLICIES[workload.slots % 4 == 3],
+            shared_memory=Path("cache") if workload.shared_memory else None,
         )
         if workload.slots
         else None

@@ -67,5 +67,6 @@ class EventReplay:
         findable: dict[str, Iterable[Key]] = {"GPU": [key for key in parts.blocks._index if key not in self._hidden]}
         if parts.tiers is not None and not parts.scheduler.has_parts:
             findable["CPU"] = parts.tiers.host.pool._index
-            findable |= {name.upper(): tier.index for name, tier in parts.tiers.persistent.items()}
+            media = {"disk": "DISK", "redis": "EXTERNAL"}
+            findable |= {media[name]: tier.index for name, tier in parts.tiers.persistent.items()}
         return findable

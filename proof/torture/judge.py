@@ -19,6 +19,7 @@ from sidestream.errors import InvariantError
 from sidestream.schedule.scheduler import Scheduler
 from sidestream.types import BatchPlan, RowResult
 from sidestream_kv.kv.pool import FencedPool
+from sidestream_kv.offload.tiers.shared_pool import SharedPool
 from sidestream_kv.types import Key
 
 # Log-probabilities computed in batches of different sizes may differ by rounding.
@@ -97,11 +98,13 @@ def disagreements(engine: Engine) -> Iterator[str]:
 
 
 def still_findable(engine: Engine, disk: ScriptedTier | None) -> Iterator[str]:
-    """Blocks that are still findable although the cache was just reset (H8)."""
+    """Blocks that are still findable although the cache was just reset (H8). `disk`: if it is not shared."""
     parts = engine.parts
     counts = {
         "device": parts.blocks.num_keys + (0 if parts.states is None else parts.states.num_keys),
-        "host": parts.tiers.host.pool.num_keys if parts.tiers else 0,
+        "host": parts.tiers.host.pool.num_keys
+        if parts.tiers and not isinstance(parts.tiers.host.pool, SharedPool)
+        else 0,
         "disk": len(disk.index) if disk else 0,
     }
     for tier, count in counts.items():
@@ -116,8 +119,10 @@ def wrong_blocks(engine: Engine, device: ScriptedDevice, contents: Contents) -> 
     for memory, pool in tiers:
         data, size = device.memory(memory).data.numpy(), parts.layout.block_bytes
         for key, item in _findable(pool):
+            if isinstance(pool, SharedPool) and pool._changed([item]):  # another engine has evicted it a moment ago
+                continue
             payload, partial = data[item * size : (item + 1) * size].tobytes(), pool.is_partial(item)
-            yield from _differing(f"{pool.name} {item}", key, payload, contents, partial=partial)
+            yield from differing(f"{pool.name} {item}", key, payload, contents, partial=partial)
 
 
 def wrong_when_published(
@@ -130,7 +135,7 @@ def wrong_when_published(
     """
     if memory in ("kv", "host") and where.stop - where.start == contents.block_bytes:
         payload = device.memory(memory).data[where].numpy().tobytes()
-        yield from _differing(f"published: {what}", key, payload, contents, partial=partial)
+        yield from differing(f"published: {what}", key, payload, contents, partial=partial)
 
 
 def wrong_states(engine: Engine, device: ScriptedDevice, contents: Contents) -> Iterator[str]:
@@ -160,7 +165,7 @@ def wrong_entries(disk: ScriptedTier, contents: Contents, *, damaged: bool) -> I
     for key, entry in [(entry.key, entry) for entry in disk.index.entries]:
         payload = disk.peek(entry)
         if payload is not None:
-            yield from _differing(f"disk entry {entry.serial}", key, payload, contents)
+            yield from differing(f"disk entry {entry.serial}", key, payload, contents)
         elif not damaged:
             yield f"disk entry {entry.serial} is published as {key.hex()[:8]}, but cannot be read"
 
@@ -225,7 +230,7 @@ def wrong_answer(
         yield "tokens", f"{who} received log-probabilities {received.logprobs}, the reference is {expected.logprobs}"
 
 
-def _differing(what: str, key: Key, payload: bytes, contents: Contents, *, partial: bool = False) -> Iterator[str]:
+def differing(what: str, key: Key, payload: bytes, contents: Contents, *, partial: bool = False) -> Iterator[str]:
     """What is wrong with the bytes of a block that is findable under `key`. `partial`: its layers with a sliding window
     are not compared.
     """

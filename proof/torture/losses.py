@@ -125,6 +125,9 @@ class EvictionOrder:
     def _evict(self, pool: str, item: int) -> None:
         uses, watched = self._uses[pool], self._watched.get(pool)
         due = uses.early & uses.idle.keys() or set(list(uses.idle)[:1])
+        if watched is None:  # other engines use and evict the blocks, too
+            uses.lose_key(item)
+            return
         if item not in due:
             self.wrong.append(f"{pool} {item} is evicted before {sorted(due)}")
         if isinstance(watched, FencedPool) and watched.num_free:

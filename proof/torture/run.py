@@ -17,6 +17,7 @@ from proof.torture.clients import Clients
 from proof.torture.engine_run import Life, scratch
 from proof.torture.judge import wrong_accept_lengths
 from proof.torture.narrow import narrow_lanes
+from proof.torture.neighbour import Surroundings
 from proof.torture.oracle import Reference, reference_of
 from proof.torture.script import Script
 from proof.torture.verdict import Finding, Verdict
@@ -26,6 +27,7 @@ from sidestream.runner.executor import LaunchedStep
 from sidestream.schedule.scheduler import Committed
 from sidestream.types import BatchPlan, RowResult
 from sidestream_kv.offload import tier_io
+from sidestream_kv.offload.tiers import index, store_tier
 from sidestream_kv.types import Fence, LayerGates, RequestId
 from sidestream_order.findings import Finding as Objection
 from sidestream_order.sim import Deadlock, Policy
@@ -52,6 +54,8 @@ _MAX_STEPS = 6000
 # After this many idle steps in a row per rank in which no work of the device has ended, the schedule hangs. Progress
 # may be slow: under the policy `late`, one actor runs in five idle steps, and a long queue of stores takes a thousand.
 _STUCK_STEPS = 1000
+# A neighbour goes on for so many steps after the last arrival.
+_NEIGHBOUR_STEPS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,17 +107,20 @@ def _stage(workload: Workload) -> Iterator[None]:
         logging.getLogger("sidestream").level,
         torch.get_num_threads(),
     )
-    pause_s = tier_io.PAUSE_S
+    pause_s, store_pause_s, refresh_s = tier_io.PAUSE_S, store_tier.PAUSE_S, index._REFRESH_S
     fills, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills new tensors, too
     logger.setLevel(logging.CRITICAL + 1)
     torch.set_num_threads(1)
     tier_io.PAUSE_S = LOAD_DEADLINE_S
+    store_tier.PAUSE_S = 0.0  # of the clock
+    if workload.shared_memory or workload.shared_disk:
+        index._REFRESH_S = LOAD_DEADLINE_S
     try:
         with narrow_lanes(turn_blocks=workload.turn_blocks) if workload.layer_groups else contextlib.nullcontext():
             yield
     finally:
-        tier_io.PAUSE_S = pause_s
+        tier_io.PAUSE_S, store_tier.PAUSE_S, index._REFRESH_S = pause_s, store_pause_s, refresh_s
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(fills, warn_only=warns)
         logger.setLevel(level)
@@ -132,6 +139,9 @@ class _Schedule:
         self._steps = 0
         self._again: list[int] = []  # requests that clients repeat after a crash
         self._due: int | None = None  # the step at which clients have not acted yet
+        self._surroundings = Surroundings(
+            workload, self._verdict.contents, self._script, lambda text: self._verdict.find("content", text)
+        )
         self._life = self._begin()
         self._clients = self._join()
 
@@ -144,6 +154,7 @@ class _Schedule:
             self._verdict.contents,
             weights=self._weights,
             lines=self._lines,
+            surroundings=self._surroundings,
         )
         scheduler = life.engine.parts.scheduler
         commit = scheduler.commit
@@ -183,10 +194,11 @@ class _Schedule:
         except Deadlock as error:
             self._verdict.find("deadlock", str(error))
         except Exception as error:
-            self._verdict.find("error", f"{type(error).__name__}: {error} ({_where(error)})")
+            self._verdict.find("error", f"{type(error).__name__}: {error} ({where(error)})")
         finally:
             self._verdict.judge_trace(self._life)
             self._crash()
+            self._surroundings.close()
             scratch().clean()
         policy, verdict = self._policy, self._verdict
         return Outcome(
@@ -218,6 +230,8 @@ class _Schedule:
             self._due = step
             if not workload.meanwhile:
                 self._run_clients()
+            if step <= last + _NEIGHBOUR_STEPS:
+                self._surroundings.turn(self._life.device)
             try:
                 idle = 0 if self._step() else idle + 1
             except DeviceLost as error:
@@ -370,7 +384,7 @@ class _Schedule:
     def _busy(self) -> bool:
         engine = self._life.engine
         transfers, others = engine.parts.transfers, self._life.others
-        if others is not None and others.has_work:
+        if (others is not None and others.has_work) or self._surroundings.is_busy:
             return True
         return engine.loop.in_flight is not None or (transfers is not None and transfers.has_work)
 
@@ -378,7 +392,7 @@ class _Schedule:
         self._life.recorder.say(text)
 
 
-def _where(error: BaseException) -> str:
+def where(error: BaseException) -> str:
     """The innermost three frames of an exception: file, line and function."""
     frames = traceback.extract_tb(error.__traceback__)[-3:]
     return ", ".join(f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}" for frame in reversed(frames))

@@ -256,6 +256,11 @@ class ScriptedTier:
         """The real tier's index."""
         return self._inner.index
 
+    @property
+    def inner(self) -> DiskTier:
+        """The real tier."""
+        return self._inner
+
     def write(self, grant: WriteGrant, payload: Block) -> None:
         self._begin_write(grant)
         self._write(grant, payload, self._device.script.next("write"))
@@ -374,10 +379,17 @@ class Scratch:
         self._process = os.getpid()
 
     def open(
-        self, model: ScriptedModel, device: ScriptedDevice, *, num_blocks: int, rank: int = 0, ranks: int = 1
+        self,
+        model: ScriptedModel,
+        device: ScriptedDevice,
+        *,
+        num_blocks: int,
+        rank: int = 0,
+        ranks: int = 1,
+        neighbour: bool = False,
     ) -> ScriptedTier:
-        """Open the disk tier of a model on one of `ranks` ranks. It has the entries that were written since the last
-        `clean`.
+        """Open the disk tier of a model on one of `ranks` ranks, or of another engine, a `neighbour`. It has the
+        entries that were written since the last `clean`.
         """
         path = Path(self._root.name) / f"{model.fingerprint}-{rank}"
         if path not in self._paths:
@@ -386,7 +398,7 @@ class Scratch:
             DiskSlots(path).clear()  # serial numbers begin with a random one
         self._opened.add(path)
         # rank 0's index keeps the leases of all ranks
-        tracer = None if rank else device.tracer
+        tracer = None if rank or neighbour else device.tracer
         tier = self._open(path, model, num_blocks=num_blocks, tracer=tracer, batches=ranks == 1)
         return ScriptedTier(tier, device, functools.partial(self._use, path), functools.partial(self._others, path))
 

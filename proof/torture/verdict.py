@@ -21,7 +21,7 @@ from proof.torture.judge import (
     wrong_states,
 )
 from proof.torture.oracle import Reference
-from proof.torture.workload import DAMAGE, Workload
+from proof.torture.workload import Workload
 from sidestream_order.findings import Finding as Objection
 
 ORACLES = (
@@ -82,7 +82,7 @@ class Verdict:
     def __init__(self, workload: Workload, reference: Reference) -> None:
         self._workload = workload
         self._reference = reference
-        self._damaged = any(fault.kind in DAMAGE for fault in workload.faults)
+        self._damaged = "corrupt_tier" in workload.features
         self.contents = contents_of(workload, reference)
         self._findings: dict[Finding, None] = {}
         self.objections: list[Objection] = []
@@ -99,6 +99,7 @@ class Verdict:
 
     def judge_idle(self, life: Life, clients: Clients) -> None:
         """Apply the checks for an engine that is still open, after all requests and transfers have ended."""
+        life.look_again()
         self.judge_balance(life, clients, "idle")
         for text in (
             *wrong_blocks(life.engine, life.device, self.contents),
@@ -110,13 +111,15 @@ class Verdict:
 
     def judge_balance(self, life: Life, clients: Clients, when: str) -> None:
         """Check that no block, slot or request object is still in use. `when` is named in the findings."""
-        for text in unbalanced(life.engine, life.disk):
+        for text in (*unbalanced(life.engine, life.disk), *life.surroundings.leased()):
             self.find("balance", f"{when}: {text}")
         self.judge_ended(life, clients, when)
 
     def judge_files(self, life: Life) -> None:
         """Check that the disk holds exactly the findable entries: the engine is closed."""
-        for text in () if life.disk is None else stray_records(life.disk, damaged=self._damaged):
+        if life.disk is None or self._workload.shared_disk:
+            return
+        for text in stray_records(life.disk, damaged=self._damaged):
             self.find("balance", f"closed: {text}")
 
     def judge_ended(self, life: Life, clients: Clients, when: str) -> None:
@@ -130,7 +133,7 @@ class Verdict:
 
     def judge_forgotten(self, life: Life) -> None:
         """Check that no block is findable: the cache was reset."""
-        for text in still_findable(life.engine, life.disk):
+        for text in still_findable(life.engine, None if self._workload.shared_disk else life.disk):
             self.find("content", text)
 
     def judge_disk(self, life: Life, when: str) -> None:

@@ -42,12 +42,12 @@ copies_lost   the device refuses the work of the offload worker, with the same c
 rank_lost     a rank other than 0 is killed, so the engine fails, and a new engine with all ranks opens the same disks
 """
 
-Operation = Literal["read", "write", "store", "load", "forward"]
+Operation = Literal["read", "write", "store", "load", "forward", "heads", "get", "put"]
 """Operations that faults affect. On the disk tier: read and write. On the device: `store` (copy to the host), `load`
-(copy from the host) and a forward pass.
+(copy from the host) and a forward pass. On the shared store: `heads` (look for blocks), `get` and `put`.
 """
 
-FaultKind = Literal["slow", "late", "lost", "torn", "full", "truncated", "flipped", "swapped", "nan"]
+FaultKind = Literal["slow", "late", "lost", "torn", "full", "truncated", "flipped", "swapped", "nan", "emptied"]
 """Effect of a fault on an operation:
 
 slow        the operation starts late
@@ -59,6 +59,9 @@ truncated   the file loses its end: before the operation if it is a read, after 
 flipped     one bit of the file changes: before the operation if it is a read, after it if it is a write
 swapped     the names of this file and of another entry's file are exchanged: before a read, after a write
 nan         the logits are NaN, and the step writes wrong KV
+emptied     the store has lost all values before the operation, as after a restart
+
+Of the store, the first values are damaged; `swapped` exchanges their blocks, but not their headers.
 """
 
 FAULTS_OF: Mapping[Operation, tuple[FaultKind, ...]] = {
@@ -67,11 +70,16 @@ FAULTS_OF: Mapping[Operation, tuple[FaultKind, ...]] = {
     "store": ("slow", "late", "lost", "torn"),
     "load": ("slow", "late", "lost", "torn"),
     "forward": ("slow", "late", "lost", "nan"),
+    "heads": ("slow", "lost", "emptied"),
+    "get": ("slow", "lost", "emptied", "truncated", "flipped", "swapped"),
+    "put": ("slow", "lost", "full", "emptied", "truncated", "flipped", "swapped"),
 }
 
+OF_STORE: tuple[Operation, ...] = ("heads", "get", "put")
+"""Operations on the shared store."""
 
 DAMAGE: tuple[FaultKind, ...] = ("truncated", "flipped", "swapped")
-"""Faults that damage files."""
+"""Faults that damage files, or values of the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +173,9 @@ class Workload:
     self_check                   share of steps that run twice, and of blocks in host memory that have a checksum
     vocab                        number of tokens of the model
     window                       tokens of the sliding windows of some layers; 0: no layer has one
+    store                        there is a tier in a store, where another engine has stored some blocks
+    shared_memory                the host tier is memory of a cache process, which a neighbour uses, too
+    shared_disk                  a neighbour uses the directory of the disk tier, too
     """
 
     seed: int
@@ -196,6 +207,9 @@ class Workload:
     self_check: float = 0.0
     window: int = 0
     vocab: int = VOCAB
+    store: bool = False
+    shared_memory: bool = False
+    shared_disk: bool = False
 
     def __post_init__(self) -> None:
         largest = max((blocks_for(asked) for asked in self.requests), default=0)
@@ -245,14 +259,16 @@ FEATURES: Mapping[Feature, Callable[[Workload], bool]] = {
     "border": lambda w: w.front_ends > 0,
     "cache_salts": lambda w: len({asked.salt for asked in w.requests}) > 1,
     "close": lambda w: w.closes_at is not None or any(event.kind == "restart" for event in w.events),
-    "corrupt_tier": lambda w: any(fault.kind in DAMAGE for fault in w.faults),
+    "corrupt_tier": lambda w: any(f.kind in DAMAGE and f.operation not in OF_STORE for f in w.faults),
     "device_loss": _happens("device_lost", "copies_lost"),
     "disk": lambda w: w.disk_blocks > 0,
     "failing_copy": _befalls(("store", "lost"), ("store", "torn"), ("load", "lost"), ("load", "torn")),
     "failing_step": _befalls(("forward", "lost")),
     "failing_load": _befalls(("load", "lost"), ("load", "torn")),
     "failing_tier": _befalls(("read", "lost"), ("read", "torn"), ("write", "lost"), ("write", "full")),
-    "flipped_block": lambda w: any(f.kind == "flipped" and 1.0 - BLOCK_PART <= f.place < 1.0 for f in w.faults),
+    "flipped_block": lambda w: any(
+        f.kind == "flipped" and f.operation not in OF_STORE and 1.0 - BLOCK_PART <= f.place < 1.0 for f in w.faults
+    ),
     "full_queue": lambda w: w.front_ends > 0 and w.waiting + w.max_running < sum(asked.n for asked in w.requests),
     "grammar": lambda w: any(asked.grammar for asked in w.requests),
     "growing_tier": lambda w: w.slots > 1 and w.pin_s > 0,
@@ -272,10 +288,13 @@ FEATURES: Mapping[Feature, Callable[[Workload], bool]] = {
     "restart": _happens("crash", "restart"),
     "sampling": lambda w: any(asked.penalties is not None or asked.bias or asked.min_tokens for asked in w.requests),
     "self_check": lambda w: w.self_check > 0,
+    "shared_disk": lambda w: w.shared_disk,
+    "shared_memory": lambda w: w.shared_memory,
     "slow_load": _befalls(("load", "slow"), ("load", "late")),
     "slow_tier": _befalls(("read", "slow"), ("read", "late"), ("write", "slow"), ("write", "late")),
     "speculative": lambda w: w.drafts > 0,
     "states": lambda w: w.states > 0,
+    "store": lambda w: w.store,
     "swapped_files": _befalls(("read", "swapped"), ("write", "swapped")),
     "twins": lambda w: w.has_twins,
     "weights": _happens("weights"),

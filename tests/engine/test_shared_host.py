@@ -9,6 +9,12 @@ import pytest
 from engine_rig import Reply, prompts, serving
 from shared_rig import engines_of, running, wait_until
 
+from proof.torture.events import EventReplay
+from proof.toy import ToyModel
+from sidestream.config import EngineConfig, KVEventsConfig
+from sidestream.engine import Engine, build_engine
+from sidestream_kv.config import OffloadConfig
+
 PROMPT = prompts(21, 1, longest=1)[0] + list(range(1, 30))  # 30 tokens: 7 blocks that a cache may supply
 REUSABLE = 28
 
@@ -32,6 +38,22 @@ def test_the_first_request_of_a_restarted_engine_finds_its_blocks(memory: Path) 
         assert host_tokens(again) == REUSABLE
         assert again.token_ids() == reply.token_ids()
     wait_until(lambda: not engines_of(memory))
+
+
+def test_kv_events_of_a_restarted_engine_tell_of_the_blocks_that_it_finds(memory: Path) -> None:
+    with serving(slots=24, shared_memory=memory) as rig:
+        rig.ask(PROMPT)
+        rig.settle()
+    model = ToyModel()
+    size = model.layout.block_bytes
+    offload = OffloadConfig(24 * size, shared_memory=memory)
+    config = EngineConfig(kv_memory=24 * size, block_tokens=4, offload=offload, kv_events=KVEventsConfig())
+    engine: Engine = build_engine(model, config, threaded=False)
+    replay = EventReplay(engine)
+    assert engine.parts.kv_events is not None
+    engine.parts.kv_events.flush()
+    assert len(replay.held["CPU"]) >= REUSABLE // 4
+    engine.close()
 
 
 def test_running_engines_find_each_others_blocks(memory: Path) -> None:

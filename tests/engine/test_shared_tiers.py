@@ -15,6 +15,7 @@ from sidestream.types import PrefixQuery
 from sidestream_kv.errors import TierError
 from sidestream_kv.offload import loads, tier_io
 from sidestream_kv.offload.tiers import store_tier
+from sidestream_kv.offload.tiers.store_tier import StoreTier
 
 PROMPT = prompts(21, 1, longest=1)[0] + list(range(1, 30))  # 30 tokens: 7 blocks that a cache may supply
 REUSABLE = 28
@@ -277,11 +278,29 @@ def test_a_store_is_left_alone_after_a_failure(store: MemoryStore, monkeypatch: 
         assert rig.counted("transfers_total", "redis-read", "failed") == 7
 
 
+def test_an_entry_that_is_about_to_be_deleted_is_not_found(store: MemoryStore) -> None:
+    """Its read has failed, so the next write deletes it; until then, the store still has it."""
+    fill(store)
+    with serving(slots=24, store=store) as rig:
+        assert rig.engine.parts.tiers is not None
+        tier = rig.engine.parts.tiers.persistent["redis"]
+        assert isinstance(tier, StoreTier)
+        entry, *others = tier.find(rig.engine.parts.scheduler.keys_of(PROMPT, salt="")[: REUSABLE // 4])
+        tier.index.learn([entry])
+        tier.index.forget(entry)
+        rig.ask(PROMPT)
+        rig.settle()
+        assert rig.counted("transfers_total", "redis-find", "done") == 1
+        assert entry not in list(tier.index.entries)
+        assert {*others} <= {*tier.index.entries}
+
+
 # ------------------------------------------------------------------ hand-overs
 
 
-def hand_over(rig: Rig, prompt: list[int]) -> int:
-    (stored,) = rig.engine.prefixes.run("hand_over_prefix", PrefixQuery.of(prompt), timeout_s=PATIENCE_S)
+def hand_over(rig: Rig, prompt: list[int], salt: str = "") -> int:
+    query = PrefixQuery.of(prompt, cache_salt=salt)
+    (stored,) = rig.engine.prefixes.run("hand_over_prefix", query, timeout_s=PATIENCE_S)
     return stored.tokens
 
 
@@ -297,6 +316,15 @@ def test_a_hand_over_ends_when_the_store_holds_the_prompt(store: MemoryStore) ->
             gate.opened.set()
             assert stored.result(PATIENCE_S) == REUSABLE
         assert stored_tokens(second.ask(PROMPT)) == REUSABLE
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_hand_over_tells_of_no_block_of_another_request(store: MemoryStore) -> None:
+    with serving(slots=24, store=store) as rig:
+        rig.ask(PROMPT, 1, cache_salt="another user's")
+        rig.settle()
+        assert hand_over(rig, PROMPT, "one user's") == hand_over(rig, [*PROMPT[1:], 1], "another user's") == 0
+        assert hand_over(rig, PROMPT, "another user's") == REUSABLE
 
 
 def test_a_failed_hand_over_says_how_much_was_stored_and_is_computed(store: MemoryStore) -> None:

@@ -25,7 +25,7 @@ from disk_fixtures import (
 
 from sidestream.errors import ConfigError, TierError, TierLost
 from sidestream_kv.offload.tier_io import PAUSE_S
-from sidestream_kv.offload.tiers.disk import DiskTier
+from sidestream_kv.offload.tiers.disk import DiskTier, Medium
 
 
 @pytest.fixture
@@ -144,6 +144,22 @@ def fails_to_write(tier: DiskTier, number: int) -> str:
         tier.write(grant, block(key(number)))
     tier.index.abandon(grant)
     return str(caught.value)
+
+
+def test_a_directory_that_is_removed_while_it_is_opened_is_created_again(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_records = Medium.load
+
+    def removing(medium: Medium) -> object:
+        shutil.rmtree(made)
+        monkeypatch.undo()
+        return load_records(medium)
+
+    monkeypatch.setattr(Medium, "load", removing)
+    tier = open_tier(made)
+    with pytest.raises(TierLost, match="it was made anew"):
+        store(tier, key(4))
 
 
 @pytest.mark.parametrize("lose", LOSSES)

@@ -301,10 +301,22 @@ def test_learning_keeps_own_writes_and_stays_within_the_capacity() -> None:
     assert [entry for entry in index.entries if entry.key == key(1)] == list(own.entries)
 
 
+def test_an_entry_that_vanished_before_its_publication_is_not_findable() -> None:
+    """Another process has evicted it between its write and the moment when the worker takes note of the write."""
+    index = index_of(max_entries=2)
+    grant, other = reserve(index, 1), reserve(index, 2)
+    wrote(grant)
+    wrote(other)
+    index.unlearn([grant.entry, other.entry._replace(serial=70)])
+    index.publish(grant)
+    index.publish(other)
+    assert list(index) == keys(2)
+
+
 def test_unlearned_entries_are_not_found_and_not_deleted_again() -> None:
     index = index_of(1, 2, max_entries=2)
     lease = index.pin(keys(2))
-    index.unlearn(keys(1, 2, 3))
+    index.unlearn([*index.entries, Entry(key(3), 70)])
     assert len(index) == 0
     assert reserve(index, 4).victim is None
     lease.release()

@@ -66,6 +66,16 @@ def test_an_entry_that_another_engine_has_evicted_is_not_found_any_more(pair: tu
     assert sorted(one.index) == sorted(keys(5, 6, 7)) == sorted(entry.key for entry in records(one))
 
 
+def test_an_own_entry_that_gave_way_to_a_write_is_not_found_any_more(pair: tuple[DiskTier, DiskTier]) -> None:
+    """The directory is full of blocks that the engine does not know, so its write takes the place of its own block."""
+    one, other = pair
+    store(one, key(1))
+    store(other, *keys(2, 3))
+    store(one, key(4))
+    one.refresh()
+    assert sorted(one.index) == sorted(keys(2, 3, 4)) == sorted(entry.key for entry in records(one))
+
+
 def test_a_block_that_another_engine_reads_is_evicted_later(pair: tuple[DiskTier, DiskTier]) -> None:
     one, other = pair
     store(one, *keys(1, 2, 3))

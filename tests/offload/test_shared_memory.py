@@ -18,6 +18,8 @@ from sidestream_kv.errors import InvariantError
 from sidestream_kv.kv.pool import PoolExhausted
 from sidestream_kv.metrics import Metrics
 from sidestream_kv.offload.tiers.stack import Checksums, HostTier
+from sidestream_kv.types import Access
+from sidestream_order.checker import Checker
 
 New = Callable[..., Engine]
 
@@ -194,6 +196,20 @@ def test_other_engines_changes_are_reported_by_slot(new: New) -> None:
     other.store(3)
     other.pool.refresh()
     assert rewritten == slots
+
+
+def test_the_order_checker_accepts_blocks_that_other_engines_have_written(new: New) -> None:
+    one, other, checker = new(), new(), Checker()
+    other.store(1)
+    checker.allocated("host", len(one.memory.pages))
+    memory = Memory("host", (torch.frombuffer(one.memory.pages, dtype=torch.uint8),))
+    host = HostTier(memory, LAYOUT, shared=one.memory, tracer=checker)  # which finds block 1
+    other.store(2)
+    host.pool.refresh()
+    lease = host.pool.lease(keys(1, 2))
+    checker.host_touched(lambda: [Access("host", *LAYOUT.span(slot), False) for slot in lease.ids], "a read")
+    lease.release()
+    assert [str(finding) for finding in checker.findings] == []
 
 
 def test_a_block_that_another_engine_wrote_has_no_checksum_of_an_earlier_one(new: New) -> None:

@@ -282,15 +282,16 @@ def _kv_events(config: EngineConfig, model: ServableModel, metrics: Metrics) -> 
 
 
 def _log_keys(events: KVEvents, rank: RankParts, plan: BuildPlan) -> DeviceKeyLog:
-    """Start to log the keys of the tiers, beginning with the keys that persistent tiers already hold. Returns the log
-    of the device's keys.
+    """Start to log the keys of the tiers, beginning with the keys that they already hold. Returns the log of the
+    device's keys.
 
     Tiers of a model with recurrent states, or with pages, are not logged, because some of their keys identify parts of
     these, not blocks.
     """
     tiers = rank.tiers
     if tiers is not None and rank.states is None and plan.windows is None:
-        tiers.host.pool.key_log = events.log.tier(HOST)
+        tiers.host.pool.key_log = log = events.log.tier(HOST)
+        log.stored(tuple(tiers.host.pool.keys_by_use()))  # of a memory that engines share
         for name, tier in tiers.persistent.items():
             tier.index.key_log = log = events.log.tier(name)
             log.stored(tuple(tier.index))

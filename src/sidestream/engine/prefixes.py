@@ -288,7 +288,8 @@ class Prefixes:
         if len(tokens) < size:
             message = f"prompt has {len(tokens)} tokens, a block has {size}: the cache holds whole blocks"
             raise RequestRejected(message, param="prompt")
-        return scheduler.keys_of(tokens, salt=query.cache_salt.decode("utf-8", "surrogatepass"))
+        salt = query.cache_salt.decode("utf-8", "surrogatepass")
+        return scheduler.keys_of(tokens, salt=salt)  # rule: hand-over-is-of-its-own-request
 
     def _prefix(
         self,

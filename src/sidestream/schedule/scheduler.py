@@ -223,7 +223,8 @@ class Scheduler:
         self._windows = _window_cache(windows, limits, blocks, view, self._policy.max_drafts, key_log)
         self._prefix_cache = cache = PrefixCache(limits, blocks, keys, self._states, key_log, windows=self._windows)
         # A checkpoint and pages are at the end of what is loaded, so a part of it would be of no use.
-        self._tiers = TierLoads(limits, view=view, queues=queues, max_running=slots.size, divides=not (states or windows))
+        divides = not (states or windows)
+        self._tiers = TierLoads(limits, view=view, queues=queues, max_running=slots.size, divides=divides)
         self._allocator = Allocator(
             limits,
             blocks=blocks,
@@ -459,11 +460,7 @@ class Scheduler:
                 request.last_fence = fence  # rule: step-leaves-its-fence
 
     def commit(
-        self,
-        batch: BatchPlan,
-        results: Sequence[RowResult],
-        fence: Fence,
-        forced: Container[RequestId] = (),
+        self, batch: BatchPlan, results: Sequence[RowResult], fence: Fence, forced: Container[RequestId] = ()
     ) -> Committed:
         """Apply the results of a step that has ended (with several ranks: on rank 0). The caller must then call
         `publish`. `results`: one for each row that samples. `forced`: requests whose drafts were planned as forced

@@ -12,7 +12,7 @@ import pytest
 
 from proof.torture import Asked, Event, Fault, Outcome, Workload, draw_workload, run_schedule
 from proof.torture.script import DiskSlots, Script, ScriptedDevice, ScriptedTier
-from proof.torture.workload import DAMAGE, FAULTS_OF, EventKind, Operation
+from proof.torture.workload import DAMAGE, FAULTS_OF, OF_STORE, EventKind, Operation
 from sidestream.engine.failures import Failures
 from sidestream.engine.loop import StepLoop
 from sidestream.errors import InvariantError
@@ -55,7 +55,10 @@ def test_every_fault_befalls_its_operation_and_no_oracle_objects(
     monkeypatch.setattr(Script, "next", counted)
     fault = Fault(operation, kind, first=1, seconds=4e-3 if kind in ("slow", "late") else 0.0)  # type: ignore[arg-type]
     # With little host memory blocks come back from the disk, with much from there.
-    assert run(workload(fault, slots=24 if operation == "load" else 5)).findings == ()
+    given = workload(fault, slots=24 if operation == "load" else 5)
+    if operation in OF_STORE:  # and without a disk, from the store
+        given = dataclasses.replace(given, store=True, disk_blocks=0, faults=(dataclasses.replace(fault, first=0),))
+    assert run(given).findings == ()
     assert suffered == {(operation, kind): 1}
 
 

@@ -26,7 +26,7 @@ from sidestream_kv.kv.pool import Lease
 from sidestream_kv.offload.loads import TransferContext
 from sidestream_kv.offload.tickets import Outcome, Promoted, ReadTicket, Waiter, WriteTicket
 from sidestream_kv.offload.tiers.base import BatchTier, PersistentTier, SharedTier, batch_blocks, streams_of
-from sidestream_kv.offload.tiers.index import Entry, Refresh, WriteGrant
+from sidestream_kv.offload.tiers.index import Entry, Refresh, WriteGrant, is_leaving
 from sidestream_kv.offload.tiers.stack import kind_of
 from sidestream_kv.types import Access, Fence, FindPlan, Key, PromotePlan, RequestId
 
@@ -573,12 +573,14 @@ class Finds:
             self._questions.remove(question)
             good = self._context.log.ended(f"{question.tier}-find", question.fence.failure, 0, question.submitted_s)
             if good and not question.void:
-                self._tiers[question.tier].index.learn(question.answer)  # rule: answer-enters-the-index
+                index = self._tiers[question.tier].index
+                entries = [entry for entry in question.answer if not is_leaving(index, entry)]
+                index.learn(entries)  # rule: answer-enters-the-index
         self._deletions = [fence for fence in self._deletions if not fence.poll()]
-        now = self._clock()
+        now, ends = self._clock(), self._context.switches.abandoned
         for waiter in list(self._waiters):
             late = any(question in self._questions for question in waiter.questions)
-            if late and now < waiter.deadline_s:  # rule: question-has-a-deadline
+            if late and now < waiter.deadline_s and not ends:  # rule: question-has-a-deadline
                 continue
             self._waiters.remove(waiter)
             if late:
@@ -597,8 +599,5 @@ class Finds:
                 self._deletions.append(self._delete(name, tier, doomed))
 
     def _delete(self, name: str, tier: SharedTier, entries: Sequence[Entry]) -> Fence:
-        return self._streams[name].submit(
-            LocalWork(lambda: tier.delete(entries)),
-            lambda: [tier.index.access(entry, write=True) for entry in entries],
-            label="delete blocks",
-        )
+        # Declares no access: the entries have left the index, so no work uses them, and they have no lease.
+        return self._streams[name].submit(LocalWork(lambda: tier.delete(entries)), label="delete blocks")

@@ -235,7 +235,7 @@ class DiskTier:
         except OSError:  # the next read or write reports it
             return
         index = self._index
-        index.unlearn([entry.key for entry in news.deleted if index.get(entry.key) == entry])
+        index.unlearn(news.deleted)
         index.learn(news.written)
         index.touch(news.used)
 
@@ -333,7 +333,7 @@ class DiskTier:
         if slots.damaged or slots.evictions:
             message = "disk tier %s: removed %d damaged records, %d blocks over capacity"
             _log.info(message, self.directory, slots.damaged, slots.evictions)
-        if (free := shutil.disk_usage(self.directory).free) < capacity - held:
+        if (free := shutil.disk_usage(slots.directory.fd).free) < capacity - held:
             message = (
                 "disk tier %s: %d bytes are free on the disk, but the tier may need %d more: "
                 "free some, or lower disk_capacity"
@@ -343,8 +343,8 @@ class DiskTier:
 
 @dataclass(slots=True)
 class News:
-    """What other processes have done: entries that they have written and deleted, and keys that they have read, the
-    last used ones last.
+    """Entries that other processes have written, entries that they or this process have deleted, and keys that they
+    have read, the last used ones last.
     """
 
     written: list[Entry] = field(default_factory=list)
@@ -436,6 +436,7 @@ class Medium:
     ) -> list[OSError | TierFull | None]:
         """Write entries to slots that are leased, from `first` on; one by one, if that fails as a whole."""
         try:
+            self._note_evicted(first, len(entries))  # rule: own-entry-that-gave-way-is-forgotten
             self._void(first, len(entries))  # rule: record-is-void-while-its-slot-is-written
             self._segments.write(first, entries, payloads)  # rule: record-is-published-after-its-payload
             self._publish(first, entries)
@@ -486,7 +487,7 @@ class Medium:
             try:
                 found = self._segments.read(first, entries, outs)
             except FileNotFoundError:
-                found = ["is in a file that is gone"] * len(entries)
+                found = ["is in a file that is gone"] * len(entries)  # rule: entry-of-a-lost-segment-is-a-miss
             self._stamp(first, len(entries))
             return [fault and self._damaged(slot, fault) for slot, fault in enumerate(found, first)]
         finally:
@@ -622,6 +623,14 @@ class Medium:
             seen.bodies[slots] = bodies_of(entries)
             seen.checks[slots] = np.array(self._table.publish(first, entries, stamp), np.uint64)
             self._slot_of_serial.update((entry.serial, slot) for slot, entry in enumerate(entries, first))
+
+    def _note_evicted(self, first: int, count: int) -> None:
+        """Let `news` tell of what is in slots that are written now. If blocks of others fill the directory, it may be
+        in the own index.
+        """
+        with self._mutex:
+            slots = first + np.flatnonzero(self._seen.checks[first : first + count])
+            self._news.deleted += self._seen.entries(slots)
 
     def _void(self, first: int, count: int = 1) -> None:
         with self._mutex:

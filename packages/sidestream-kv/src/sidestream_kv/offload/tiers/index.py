@@ -326,13 +326,13 @@ class TierIndex:
             self._trace.found(entry)
             self._make_findable(entry)
 
-    def unlearn(self, keys: Iterable[Key]) -> None:
-        """Drop the entries of these keys, which another process has deleted: unlike after `drop`, nothing deletes them
-        again, except those that are being read now. Absent keys are skipped.
-        """
-        for key in keys:
-            if (entry := self.get(key)) is not None:
+    def unlearn(self, entries: Iterable[Entry]) -> None:
+        """Drop entries that another process has deleted. Only those that are read now are deleted again."""
+        for entry in entries:
+            if self.get(entry.key) == entry:
                 self._retire(entry, on_medium=False)  # rule: vanished-entry-is-forgotten
+            elif (grant := self._writing.get(entry.key)) is not None and grant.entry == entry:
+                grant.void = True  # rule: entry-that-vanished-early-is-not-published
 
     def take_doomed(self) -> list[Entry]:
         """Return and remove all doomed entries, which the owner deletes when it closes the tier."""
@@ -404,6 +404,12 @@ class TierIndex:
             else:
                 self._leaving -= 1
                 self._doomed.append(entry)
+
+
+def is_leaving(index: TierIndex, entry: Entry) -> bool:
+    """Whether an entry waits for its deletion, or is being deleted by a write. Looks at each of those that wait."""
+    # rule: entry-that-leaves-is-not-found
+    return entry in index._doomed or entry in index._victims.values()
 
 
 class Refresh:

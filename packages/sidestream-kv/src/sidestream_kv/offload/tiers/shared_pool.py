@@ -25,7 +25,10 @@ from sidestream_kv.errors import InvariantError
 from sidestream_kv.kv.pool import FencedPool, FreeIds, Lease, PoolExhausted
 from sidestream_kv.offload.tiers.shared_memory import SharedMemory
 from sidestream_kv.offload.tiers.slots import Records, Slots
-from sidestream_kv.types import Fence, Key, Tracer
+from sidestream_kv.types import HOST, Access, Fence, Key, Tracer
+
+HOST_SLOTS = "host slots"
+"""Name of the pool of host slots."""
 
 _SERIAL_BITS = 32
 
@@ -37,7 +40,7 @@ class SharedPool(FencedPool):
 
     def __init__(self, memory: SharedMemory, *, ready: int, tracer: Tracer | None = None) -> None:
         """`ready`: number of slots that can be used already."""
-        super().__init__("host slots", 0, tracer=tracer)
+        super().__init__(HOST_SLOTS, 0, tracer=tracer)
         self._free: FreeIds = FreeIds()
         self._memory = memory
         self._records = memory.records
@@ -114,8 +117,13 @@ class SharedPool(FencedPool):
             self.key_log.stored((key,))
         if (tracer := self._tracer) is not None:
             tracer.took(self.name, [slot], ())
+            tracer.host_touched(lambda: [self._written(slot)], f"found in {self.name}")
             tracer.published(self.name, slot, key)
             tracer.released(self.name, [slot], ())
+
+    def _written(self, slot: int) -> Access:
+        size = len(self._memory.pages) // self._memory.num_slots
+        return Access(HOST, slot * size, (slot + 1) * size, True)
 
     def _look_again(self, slots: Sequence[int]) -> None:
         """Let the next `refresh` find these slots, which are not in use here."""

@@ -25,7 +25,7 @@ from sidestream_kv.metrics import Metrics
 from sidestream_kv.offload.tiers import disk, mooncake, redis, s3
 from sidestream_kv.offload.tiers.base import PersistentTier, TierContext, TierKind
 from sidestream_kv.offload.tiers.shared_memory import SharedMemory
-from sidestream_kv.offload.tiers.shared_pool import SharedPool
+from sidestream_kv.offload.tiers.shared_pool import HOST_SLOTS, SharedPool
 from sidestream_kv.types import DEVICE, HOST, Access, Key, Tracer
 
 if TYPE_CHECKING:  # a process without torch reads the names of the tiers
@@ -167,14 +167,14 @@ class HostTier:
         self.layout = layout
         self.memory = memory
         self.num_slots = memory.num_bytes // layout.block_bytes
+        if tracer is not None:
+            tracer.backed(HOST_SLOTS, memory.name, layout.block_bytes)
         ready = (memory.num_bytes if ready_bytes is None else ready_bytes) // layout.block_bytes
         self.pool = (
-            FencedPool("host slots", ready, tracer=tracer)
+            FencedPool(HOST_SLOTS, ready, tracer=tracer)
             if shared is None
             else SharedPool(shared, ready=ready, tracer=tracer)
         )
-        if tracer is not None:
-            tracer.backed(self.pool.name, memory.name, layout.block_bytes)
 
     def grow(self, ready_bytes: int) -> bool:
         """Use the first `ready_bytes` of the memory from now on. Returns whether this adds slots."""
