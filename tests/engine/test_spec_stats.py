@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from sidestream.engine import stats
@@ -28,7 +30,8 @@ def test_requests_without_drafts_are_logged_once_a_minute_with_all_counts(caplog
 
 def test_a_row_with_non_finite_logits_counts_no_accepted_draft() -> None:
     class ThreeRows:
-        drafts, gated = (2, 2, 0), False
+        drafts, gated, forced = (2, 2, 0), False, dict[int, bool]()
+        batch = SimpleNamespace(columns=SimpleNamespace(request_id=(1, 2, 3), samples=(True, True, True)))
 
     metrics = Metrics()
     rows = (RowResult((), (), False), RowResult((5, 6)), RowResult((7,)))
