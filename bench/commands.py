@@ -234,6 +234,23 @@ def grammar_steps(
 
 
 @_command("rounds")
+def lora(
+    device: GpuDevice = CUDA,
+    shape: Annotated[str | None, option("--shape", "SHAPE", SHAPE_HELP, show_default="qwen3-8b, on a CPU tiny")] = None,
+    requests: Annotated[int, count("--requests", "Concurrent requests.")] = 32,
+    adapters: Annotated[int, count("--adapters", "Adapters, each used by one request.")] = 8,
+    output_tokens: OutputTokens = 96,
+    rounds: Annotated[int, count("--rounds", "Repetitions; engines with and without adapters alternate.")] = 9,
+) -> Report:
+    """Time of a step whose rows use several LoRA adapters, divided by that of an engine without adapters."""
+    shape = shape or ("qwen3-8b" if device == CUDA else "tiny")
+    check_at_least({"adapters": (adapters, 1), "requests": (requests, adapters), "output_tokens": (output_tokens, 16)})
+    options = {"device": device, "shape": shape, "requests": requests, "adapters": adapters}
+    options |= {"output_tokens": output_tokens, "rounds": rounds}
+    return _random(shape, bounded=device == CUDA, options=options)
+
+
+@_command("rounds")
 def jump_ahead(
     model: Model = DEMO_MODEL,
     requests: Annotated[int, count("--requests", "Concurrent requests.")] = 8,

@@ -117,6 +117,11 @@ class Adapters:
         if not self._parts:
             raise ModelError(f"{type(module).__name__} has no layers that can have adapters")
 
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Numbers of inputs and outputs of each Linear that may have adapters, by its name."""
+        return {name: (part.down.shape[1], part.up.shape[0]) for name, part in self._parts.items()}
+
     def read(self, path: str) -> Adapter:
         """Read an adapter in PEFT's format, onto the model's device. Reads safetensors only: no pickles. Any thread.
         Raises ModelError.
