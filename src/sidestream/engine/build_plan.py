@@ -218,11 +218,6 @@ def tier_layout(model: ServableModel, config: EngineConfig) -> KVLayout | EightB
             f"kv_dtype is {kv_dtype}, but the engine has {config.tensor_parallel} ranks, and copies of several ranks "
             "do not convert KV: leave kv_dtype out"
         )
-    if kv_dtype != "auto" and windowed_layers(model) is not None:
-        raise ConfigError(
-            f"kv_dtype is {kv_dtype}, but layers with a sliding window have blocks of their own, which are not "
-            "converted: leave kv_dtype out"
-        )
     return layout_in_tiers(block_layout(model), kv_dtype)
 
 
