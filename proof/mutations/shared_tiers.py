@@ -126,6 +126,12 @@ EQUIVALENT = (
         DropOperand("deadline_s"),
     ),
     _noticed(
+        "wait-without-a-question-ends-at-once",
+        "H26",
+        "a request waits in vain because too many questions are in flight, or because the engine closes",
+        "offload/test_finds.py::test_a_request_whose_blocks_are_not_asked_for_does_not_wait",
+    ),
+    _noticed(
         "questions-are-bounded",
         "H26",
         "questions pile up while the store stalls",
@@ -178,7 +184,8 @@ EXEMPT = (
     Exempt("Finds._ask", ("void",), "reset-reaches-questions-in-flight sets it"),
     Exempt("Finds._ask", ("abandoned",), GIVES_UP),
     Exempt("Finds._ask", ("extend",), "a list"),
-    Exempt("Finds.finish", ("remove", "remove"), "lists"),
+    Exempt("Finds.finish", ("remove",), "a list"),
+    Exempt("Finds._end_waits", ("remove",), "a list"),
     Exempt("Finds.finish", ("ended",), "a question that failed has no answer"),
     Exempt("Finds.finish", ("void",), "reset-reaches-questions-in-flight sets it"),
     Exempt("Finds.finish", ("poll",), "a list of deletions, for `has_work`"),

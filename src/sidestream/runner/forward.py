@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sidestream.attention.grouped import grouped_batch
+from sidestream.attention.grouped import GroupedBatch, grouped_batch
 from sidestream.attention.interface import AttentionBackend, AttentionBatch, BatchRows, ungated
 from sidestream.attention.states import StateBatch, StatePool
 from sidestream.ops import Ops
@@ -403,7 +403,8 @@ class Forward:
                 kv_lens=kv_lens,
                 decode_rows=len(slots),
             )
-            return self._attention.batch(self._kv, single, ungated)
+            batch = self._attention.batch(self._kv, single, ungated)
+            return batch if self._places is None else GroupedBatch(batch, (), self._places)  # a proposer has no pages
 
         history = state.history[:, :-1]
         context = Context(history, slots, rows.lengths, rows.tokens, rows.hidden, attend, self._ops)

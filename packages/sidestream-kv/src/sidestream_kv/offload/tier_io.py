@@ -547,6 +547,7 @@ class Finds:
         """Ask every shared tier for the plan's keys, or join a question for them. Returns at once."""
         asked = [question for name in self._tiers if (question := self._ask(name, plan.keys)) is not None]
         self._waiters.append(_Asker(plan.request_id, plan.epoch, asked, self._clock() + plan.patience_s))
+        self._end_waits()  # rule: wait-without-a-question-ends-at-once
 
     def _ask(self, name: str, keys: Sequence[Key]) -> _Question | None:
         in_flight = [question for question in self._questions if question.tier == name]
@@ -577,6 +578,9 @@ class Finds:
                 entries = [entry for entry in question.answer if not is_leaving(index, entry)]
                 index.learn(entries)  # rule: answer-enters-the-index
         self._deletions = [fence for fence in self._deletions if not fence.poll()]
+        self._end_waits()
+
+    def _end_waits(self) -> None:
         now, ends = self._clock(), self._context.switches.abandoned
         for waiter in list(self._waiters):
             late = any(question in self._questions for question in waiter.questions)
