@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,24 +32,30 @@ _FUNCTIONS = {
 _FAMILIES = {"qwen3_next": "fla", "qwen3_5": "fla", "olmo_hybrid": "fla", "bamba": "mamba_ssm", "lfm2": "causal_conv1d"}
 
 _ANSWER = """
-import sys
+import json, sys
 from sidestream import LLM, SamplingParams
-with LLM(sys.argv[1], dtype="float32", device="cpu", kv_memory="4MiB") as llm:
-    print(sys.argv[2] in sys.modules)
-    print(llm.generate([[5, 6, 7, 8, 9]], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))[0].token_ids)
+for model, package in zip(sys.argv[1::2], sys.argv[2::2]):
+    with LLM(model, dtype="float32", device="cpu", kv_memory="4MiB") as llm:
+        params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+        tokens = llm.generate([[5, 6, 7, 8, 9]], params)[0].token_ids
+        print(json.dumps([package in sys.modules, tokens]))
 """
 
 
-def _answer(model: Path, package: str, path: Path | None) -> subprocess.CompletedProcess[str]:
+def _answers(models: Mapping[str, Path], path: Path | None) -> tuple[dict[str, list[Any]], str]:
+    """For each family, whether its package was used, and its tokens; and what the process wrote to stderr."""
     paths = [str(part) for part in (path, *sys.path) if part]
-    return subprocess.run(
-        [sys.executable, "-c", _ANSWER, str(model), package],
+    wanted = (part for family, model in models.items() for part in (str(model), _FAMILIES[family]))
+    done = subprocess.run(
+        [sys.executable, "-c", _ANSWER, *wanted],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(models, map(json.loads, done.stdout.splitlines()), strict=True)), done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -67,17 +75,14 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize(("family", "package"), _FAMILIES.items())
-def test_gpu_kernels_of_other_packages_get_no_cpu_tensors(
-    family: str, package: str, packages: Path, tmp_path: Path
-) -> None:
-    model = tiny_model_dir(family, tmp_path, 1)
-    with_packages, without = _answer(model, package, packages), _answer(model, package, None)
-    assert with_packages.returncode == 0, with_packages.stderr
-    used, tokens = with_packages.stdout.splitlines()
-    assert used == "True"  # else transformers does not use the package, and this shows nothing
-    assert tokens == without.stdout.splitlines()[1]
-    assert "not installed" not in without.stderr  # the kernels would not be used on this device
+def test_gpu_kernels_of_other_packages_get_no_cpu_tensors(packages: Path, tmp_path: Path) -> None:
+    models = {family: tiny_model_dir(family, tmp_path / family, 1) for family in _FAMILIES}
+    (with_packages, _), (without, said) = _answers(models, packages), _answers(models, None)
+    for family in _FAMILIES:
+        used, tokens = with_packages[family]
+        assert used, family  # else transformers does not use the package, and this shows nothing
+        assert tokens == without[family][1], family
+    assert "not installed" not in said  # the kernels would not be used on this device
 
 
 def test_functions_wrapped_as_modules_by_package_kernels_are_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
