@@ -39,6 +39,12 @@ EQUIVALENT = (
         "an_adapter_is_served_once_its_matrices_are_on_the_device",
         Never(),
     ),
+    _noticed(
+        "adapter-has-a-deadline",
+        "an operator waits for ever for a device that hangs, and no other adapter can be loaded",
+        "an_adapter_that_comes_too_late_is_not_served",
+        Never(),
+    ),
 )
 
 EXEMPT = (

@@ -13,7 +13,7 @@ import pytest
 
 from sidestream.config import SamplingParams
 from sidestream.engine.adapters import LoadedAdapters
-from sidestream.errors import EngineStopped, ModelNotFound, RequestRejected
+from sidestream.errors import CallTimeout, EngineStopped, ModelNotFound, RequestRejected
 from sidestream.schedule.limits import CheckedRequest
 
 
@@ -103,6 +103,13 @@ def test_an_adapter_that_does_not_reach_the_device_is_not_served() -> None:
         adapters.load("a", "path", timeout_s=1.0)
     with pytest.raises(ModelNotFound, match="no adapter 'a' is loaded"):
         ask(adapters, "a")
+
+
+def test_an_adapter_that_comes_too_late_is_not_served() -> None:
+    adapters = loaded(Fence(polls=1000))
+    with pytest.raises(CallTimeout, match="did not reach the device within 0 s: it is not loaded"):
+        adapters.load("a", "path", timeout_s=0.0)
+    assert not adapters.names
 
 
 @pytest.mark.parametrize("name", ["", "two words", "x" * 257])

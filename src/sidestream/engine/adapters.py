@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from sidestream.config import MOST_SALT_CHARS
 from sidestream.engine.parts import Parts
-from sidestream.errors import EngineStopped, ModelError, ModelNotFound, RequestRejected
+from sidestream.errors import CallTimeout, EngineStopped, ModelError, ModelNotFound, RequestRejected
 from sidestream.schedule.limits import CheckedRequest, KeysOf
 from sidestream_kv.types import Fence
 
@@ -130,7 +131,10 @@ class LoadedAdapters:
         put, enqueue = partial(matrices.put, slot, adapter), self._executor.enqueue
         self._call(lambda: fences.append(enqueue(put, label="adapter")), timeout_s=timeout_s)
         (fence,) = fences
+        until_s = time.monotonic() + timeout_s
         while not fence.poll():  # rule: adapter-is-served-once-it-is-there
+            if time.monotonic() > until_s:  # rule: adapter-has-a-deadline
+                raise CallTimeout(f"the adapter did not reach the device within {timeout_s:g} s: it is not loaded")
             self._wait_a_turn(_POLL_S)
         if fence.failure is not None:
             raise EngineStopped(f"the adapter did not reach the device: {fence.failure}") from fence.failure
