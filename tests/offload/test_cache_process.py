@@ -108,7 +108,8 @@ def test_an_engine_that_closes_leaves_no_lease_and_no_descriptor(path: Path) -> 
     last.close()
     wait_until(lambda: not engines_of(path))
     del closed, engine, last
-    assert _num_descriptors() <= before + 1  # that of the memory
+    # That of the memory stays. The cache process closes its end of the last question a moment later.
+    wait_until(lambda: _num_descriptors() <= before + 1)
 
 
 def _num_descriptors() -> int:
