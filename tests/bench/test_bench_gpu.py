@@ -27,6 +27,7 @@ COMMANDS = {
     "engine": "--shape tiny",
     "hybrid-engine": "--shape tiny-hybrid",
     "windows": "--shape tiny-windows",
+    "disk-ttft": "--shape tiny --rounds 1",
     "throughput": "--shape tiny",
     "self-check": "--rounds 1",
     "ranks": "--shape tiny-two-heads",
