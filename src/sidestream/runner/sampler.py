@@ -172,8 +172,8 @@ class Sampler:
 
         batch   the step's batch. Required by mode HOST, and by PENALISED with drafts. None: the call may be captured in
                 a graph; then it samples at padding, too
-        masks   of rows of logits that may not get every token; for mode HOST. For others, mask the logits before: a mask
-                leaves no log-probabilities
+        masks   of rows of logits that may not get every token, for mode HOST. For other modes, mask the logits before;
+                HOST needs them without masks, for log-probabilities
         """
         state, proposed = self._state, output.proposed
         count = len(output.logits) if batch is None else InputSizes.of(batch).logits
