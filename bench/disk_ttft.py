@@ -1,9 +1,9 @@
-"""TTFT of a prompt whose KV is on disk, divided by the time to read that KV from the disk with nothing else (the floor).
-The model has random weights.
+"""TTFT of a prompt whose KV is on disk, divided by the time to read that KV with nothing else (the floor). The model has
+random weights.
 
-floor     the time in which as many threads as the disk tier has read the same number of bytes, in pieces of a block, with
-          direct I/O where the file system allows it; plus one decode step. If the link to the device is slower than the
-          disk, its time instead
+floor   the time in which as many threads as the disk tier has read the same number of bytes, in pieces of a block, with
+        direct I/O where the file system allows it; plus one decode step. If the link to the device is slower than the
+        disk, its time instead
 """
 
 from __future__ import annotations

@@ -212,8 +212,8 @@ class ModelRig(Rig):
         windows: bool = True,
         offload: OffloadConfig | None = None,
     ) -> None:
-        """`windows` False: loads copy all layers, also where a layer's sliding window does not reach. `offload` None: host
-        memory alone.
+        """`windows` False: loads copy all layers, also where a layer's sliding window does not reach. `offload` None:
+        host memory alone.
         """
         self.torch_device = torch_device(device)
         gc.collect()  # models and engines are parts of reference cycles: this frees the memory of earlier ones
