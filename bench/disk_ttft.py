@@ -1,5 +1,5 @@
-"""TTFT of a prompt whose KV is on disk, divided by the time to read that KV with nothing else (the floor). The model has
-random weights.
+"""TTFT of a prompt whose KV is on disk, divided by the time to read that KV with nothing else (the floor). The model
+has random weights.
 
 floor   the time in which as many threads as the disk tier has read the same number of bytes, in pieces of a block, with
         direct I/O where the file system allows it; plus one decode step. If the link to the device is slower than the
@@ -22,7 +22,7 @@ from proof.report import Figure
 from sidestream.errors import SidestreamError
 from sidestream_kv.config import OffloadConfig
 from sidestream_kv.device.kinds import CUDA
-from sidestream_kv.types import HOST
+from sidestream_kv.offload.tiers.disk import DiskTier
 
 
 def measure(
@@ -50,7 +50,9 @@ def _figures(
     count = length // rig.layout.block_tokens
     memory = np.frombuffer(mmap(-1, count * rig.layout.block_bytes), np.uint8).reshape(count, rig.layout.block_bytes)
     memory[:] = 1
-    threads = tiers.persistent["disk"].streams
+    tier = tiers.persistent["disk"]
+    assert isinstance(tier, DiskTier)
+    threads = tier.streams
     step_s = median(rig.steps(1, length, 64)[0])
     link_s = memory.nbytes / rig.bytes_a_second_to_device()
     cold, host, disk, raw = list[float](), list[float](), list[float](), list[float]()
@@ -60,7 +62,7 @@ def _figures(
         cold.append(rig.ask(prompt, 1).wait().ttft_s)
         host.append(rig.ask_from_host(prompt).ttft_s)
         rig.forget_device()
-        rig.engine.call(lambda: tiers.forget_all({HOST}))
+        rig.engine.call(tiers.host.pool.forget_all)
         answer = rig.ask(prompt, 1).wait()
         if answer.cached.disk != length:
             raise SidestreamError(
