@@ -92,6 +92,23 @@ def test_rows_of_one_batch_give_the_tokens_of_merged_weights(
         assert preempted or all(output.cached.total for output in found.values())
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_gpu_gives_the_tokens_of_merged_weights(
+    eager: bool, tiny: Path, adapters: dict[str, Path], expected: dict[str, Any]
+) -> None:
+    options = {"device": "cuda", "block_tokens": 16, "kv_memory": "64MiB", "max_running": 4, "chunk_tokens": 64}
+    with engine(tiny, max_loras=3, eager=eager, **options) as llm:
+        for name, path in adapters.items():
+            llm.adapters.load(name, str(path))
+        names = ["", "a", "b", "a"]
+        for name, output in zip(names, answers(llm, names), strict=True):
+            tokens, logprobs = spoken(output)
+            assert tokens == expected[name][0]
+            assert logprobs == pytest.approx(expected[name][1], abs=2e-3)  # float32 sums in another order
+
+
 def test_tiers_keep_adapters_apart_and_find_the_same_one_under_another_name(
     tiny: Path, adapters: dict[str, Path], expected: dict[str, Any], tmp_path: Path
 ) -> None:
