@@ -259,6 +259,20 @@ def test_captured_forward_passes_give_the_same_answers_as_eager_ones(family: str
 
 
 @pytest.mark.usefixtures("few_shapes", "uncompiled")
+def test_captured_sampling_obeys_grammars_as_on_the_cpu(llama: Path) -> None:
+    """Rows that ask for log-probabilities would let the host sample."""
+    form = StructuredOutputs(regex="[a-z ]{40}")
+    params = [
+        dataclasses.replace(GREEDY, logprobs=None, **changes)
+        for changes in ({"structured_outputs": form}, {}, {"structured_outputs": form, "temperature": 0.8, "seed": 3})
+    ]
+    with engine(llama, device="cpu") as llm:
+        reference = llm.generate(PROMPTS[:3], params)
+    with engine(llama, **CAPTURED) as llm:
+        assert tokens(llm.generate(PROMPTS[:3], params)) == tokens(reference)
+
+
+@pytest.mark.usefixtures("few_shapes", "uncompiled")
 def test_a_captured_step_waits_for_each_layer_group_still_being_loaded_h5(llama: Path) -> None:
     with engine(llama, **CAPTURED, offload=OffloadConfig(host="64MiB"), check_order=True) as llm:
         always_load(llm)
