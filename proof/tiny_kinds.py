@@ -33,7 +33,7 @@ _LARGEST = {
     16: "head_dim v_head_dim qk_nope_head_dim attention_head_dim kv_channels linear_key_head_dim linear_value_head_dim "
     "mamba_head_dim mamba_d_state ssm_state_size state_size mamba_chunk_size chunk_size hidden_size_per_layer_input "
     "swa_head_dim swa_v_head_dim index_head_dim",
-    _WINDOW: "sliding_window attention_window_size",
+    _WINDOW: "sliding_window attention_window_size attention_chunk_size",
     8: "qk_rope_head_dim rotary_dim mamba_num_heads laurel_rank index_topk",
     4: "num_attention_heads n_head num_heads n_heads num_experts num_local_experts n_routed_experts moe_num_experts "
     "linear_num_value_heads mamba_n_heads swa_num_attention_heads",
@@ -53,9 +53,9 @@ _OWN: Mapping[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "gemma4_text": {"head_dim": 16, "global_head_dim": 16, "num_global_key_value_heads": 2},
-    "gemma4_unified_text": {"head_dim": 16, "global_head_dim": 16, "num_global_key_value_heads": 2},
-    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma4_text": {"head_dim": 16, "global_head_dim": 32},
+    "gemma4_unified_text": {"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1},
+    "gemma3n_text": {"num_kv_shared_layers": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "roc_bert": {"enable_pronunciation": False, "enable_shape": False},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
