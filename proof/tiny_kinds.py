@@ -63,7 +63,18 @@ _OWN: Mapping[str, dict[str, Any]] = {
 }
 _VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "depth": 1}
 _VISION |= {"num_heads": 2, "out_hidden_size": 64, "image_size": 28, "patch_size": 14}
-_WHOLE = ("gemma3", "qwen3_5", "qwen3_5_moe")  # with images; their text part is served
+WHOLE: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "emu3": ("emu3_text_model", {"vq_config": {"base_channels": 32, "channel_multiplier": [1, 1]}, "vocabulary_map": {"<image>": 120}}),
+    "fuyu": ("persimmon", {"image_size": 28, "patch_size": 14}),
+    "gemma3": ("gemma3_text", {"vision_config": _VISION}),
+    "gemma4": ("gemma4_text", {}),
+    "gemma4_unified": ("gemma4_unified_text", {}),
+    "got_ocr2": ("qwen2", {"vision_config": _VISION | {"output_channels": 32, "mlp_dim": 32}}),
+    "llama4": ("llama4_text", {"vision_config": _VISION | {"vision_output_dim": 32}}),
+    "qwen3_5": ("qwen3_5_text", {"vision_config": _VISION}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {"vision_config": _VISION}),
+}
+"""Kinds with images whose text part is served: the kind of their text, and other fields of a tiny config."""
 
 
 def tiny_kind(kind: str) -> PreTrainedConfig:
@@ -72,8 +83,9 @@ def tiny_kind(kind: str) -> PreTrainedConfig:
         known = tiny_config(kind, initializer_range=_SPREAD)
         if known.model_type == kind:
             return known
-    if kind in _WHOLE:
-        return CONFIG_MAPPING[kind](text_config=tiny_kind(f"{kind}_text").to_dict(), vision_config=_VISION)
+    if kind in WHOLE:
+        text, others = WHOLE[kind]
+        return CONFIG_MAPPING[kind](text_config=tiny_kind(text).to_dict(), **others)
     default = CONFIG_MAPPING[kind]()
     values = default.to_dict()
     for name in _LAYERS:

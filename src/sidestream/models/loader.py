@@ -40,7 +40,7 @@ from sidestream.models.recurrent import unbind_time_steps
 from sidestream.models.rope import fix_longrope
 from sidestream.models.self_check import check_paged, reference
 from sidestream.models.shard import ShardCheck, check_same, rank_fingerprint, retie, shard, share_of
-from sidestream.models.text_part import text_config, text_module, whole_class
+from sidestream.models.text_part import find_base_model, text_config, text_module, whole_class
 from sidestream.models.weights import (
     Checkpoint,
     check_files,
@@ -357,7 +357,7 @@ def read_module(
     _refuse_contradicted_tie(module)
     if kept is not None:
         kept.restore(module)
-    return (module if text is config else text_module(module)).eval()
+    return find_base_model(module if text is config else text_module(module)).eval()
 
 
 def _from_state_dict(
