@@ -64,7 +64,10 @@ _OWN: Mapping[str, dict[str, Any]] = {
 _VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "depth": 1}
 _VISION |= {"num_heads": 2, "out_hidden_size": 64, "image_size": 28, "patch_size": 14}
 WHOLE: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "emu3": ("emu3_text_model", {"vq_config": {"base_channels": 32, "channel_multiplier": [1, 1]}, "vocabulary_map": {"<image>": 120}}),
+    "emu3": (
+        "emu3_text_model",
+        {"vq_config": {"base_channels": 32, "channel_multiplier": [1, 1]}, "vocabulary_map": {"<image>": 120}},
+    ),
     "fuyu": ("persimmon", {"image_size": 28, "patch_size": 14}),
     "gemma3": ("gemma3_text", {"vision_config": _VISION}),
     "gemma4": ("gemma4_text", {}),

@@ -9,7 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import Emu3ForCausalLM, Mistral4ForCausalLM, PreTrainedConfig, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
+from transformers import (
+    Emu3ForCausalLM,
+    Mistral4ForCausalLM,
+    PreTrainedConfig,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
+)
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
