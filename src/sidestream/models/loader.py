@@ -29,6 +29,7 @@ from sidestream.models.config_checks import (
     ModelParts,
     check_servable,
     has_recurrent_states,
+    layer_heads,
     max_positions,
     parts_of,
     takes_long_rope,
@@ -172,6 +173,11 @@ def _parts_of_rank(
     if parts.state is not None:
         raise ModelError(
             f"{config.model_type} keeps recurrent state, which is not divided over ranks: run this model on one rank"
+        )
+    if layer_heads(config):
+        raise ModelError(
+            f"{config.model_type} has layers that differ in their heads, or read the KV of others, which are not divided "
+            "over ranks: run this model on one rank"
         )
     share = share_of(config, size=ranks)
     kv_heads = 1 if parts.kv.latent_dim else share.num_kv_heads  # every rank has the whole latents
