@@ -58,6 +58,12 @@ _OWN: Mapping[str, dict[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "roc_bert": {"enable_pronunciation": False, "enable_shape": False},
+    "phi4_multimodal": {
+        "audio_config": {"hidden_size": 32, "intermediate_size": 32, "num_blocks": 2, "num_attention_heads": 2}
+        | dict.fromkeys(("ext_pw_out_channel", "depthwise_separable_out_channel", "nemo_conv_channels"), 32),
+        "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "crop_size": 28}
+        | {"num_attention_heads": 2, "image_size": 28},
+    },
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
 }

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from proof.tiny_kinds import WHOLE, tiny_kind
 from sidestream.models import load_model
-from sidestream.models.text_part import _SERVED, whole_class
+from sidestream.models.text_part import _SERVED, TEXT_ALONE, whole_class
 
 _SIZES = {
     **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16},
@@ -30,7 +30,7 @@ _OF_TEXT = {"vocab_size": 300, "pad_token_id": 0, "bos_token_id": 1, "eos_token_
 
 def tiny(kind: str) -> PreTrainedConfig:
     """A small config of a kind, with the defaults of its class otherwise. The kind of its text may follow."""
-    if kind in WHOLE:
+    if kind in {*WHOLE, *TEXT_ALONE}:
         return tiny_kind(kind)
     kind, _, text = kind.partition("/")
     usual = CONFIG_MAPPING[kind](**({"text_config": CONFIG_MAPPING[text]()} if text else {}))
@@ -68,7 +68,7 @@ _QUICK = {"llava", "mistral3", "qwen2_5_vl"}
     "kind",
     [
         kind if kind in _QUICK else pytest.param(kind, marks=pytest.mark.slow)
-        for kind in sorted({*_SERVED, "mistral3/mistral4"})
+        for kind in sorted({*_SERVED, *TEXT_ALONE, "mistral3/mistral4"})
     ],
 )
 @pytest.mark.filterwarnings("ignore")

@@ -18,7 +18,7 @@ from sidestream.models.latent import SERVED_LATENT, has_latents
 from sidestream.models.layer_heads import HeadSizes, LayerHeads, divided_heads
 from sidestream.models.quantised import formats_of
 from sidestream.models.recurrent import NO_LIMIT, attention_layers, keeps_state, skeleton, state_layout_of
-from sidestream.models.text_part import causal_classes, text_config
+from sidestream.models.text_part import TEXT_ALONE, causal_classes, text_config
 from sidestream.models.traced import TRACED
 from sidestream_kv.kv.layout import DTYPE_BYTES, KVLayout
 from sidestream_kv.kv.state_layout import StateLayout
@@ -125,20 +125,22 @@ def layer_heads(config: PreTrainedConfig) -> tuple[LayerHeads, ...]:
     the KV of others; empty: all layers are alike, and each has KV of its own.
     """
     kv_heads, dims = (_of_layers(config, name) for name in ("num_key_value_heads", "head_dim"))
-    shared, types, values = (
-        getattr(config, "num_kv_shared_layers", None) or 0,
-        getattr(config, "layer_types", None),
-        dims,
-    )
+    values, types = dims, getattr(config, "layer_types", None)
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
     if config.model_type == "mimo_v2_flash":
         kv_heads = [kv_heads[0] * (1 + (kind == "sliding_attention")) for kind in config.layer_types]
         values = [config.v_head_dim]
     if not types or (not shared and all(one == of[0] for of in (kv_heads, [*dims, *values]) for one in of)):
         return ()
-    own = len(types) - shared
+    own = max(0, len(types) - shared)
     sizes = [HeadSizes(*(of[layer % len(of)] for of in (kv_heads, dims, values))) for layer in range(len(types))]
     # A layer without KV reads that of the last layer of its type that has some.
     last = {kind: layer for layer, kind in enumerate(types[:own])}
+    if missing := ", ".join(sorted({*types} - {*last})):
+        raise ModelError(
+            f"{config.model_type} has no {missing} layer with KV of its own: its {shared} last layers read the KV of "
+            "others (num_kv_shared_layers)"
+        )
     return divided_heads(sizes, [layer if layer < own else last[kind] for layer, kind in enumerate(types)])
 
 
@@ -189,7 +191,7 @@ def _refusal_by_type(config: PreTrainedConfig) -> str | None:
         return f"{kind} is an encoder-decoder, or half of one: only decoder-only models are served"
     if config.get_text_config() is not config:
         return f"{kind} takes more than text: only text models are served"
-    if parts := [part for part in config.sub_configs if part not in _PARTS]:
+    if kind not in TEXT_ALONE and (parts := [part for part in config.sub_configs if part not in _PARTS]):
         return f"{kind} consists of several models ({', '.join(parts)}): only models that take text alone are served"
     if not causal_classes(config):
         return f"{kind} is no causal language model: only causal language models are served"

@@ -30,7 +30,7 @@ from sidestream_kv.device.kinds import on_gpu
 from sidestream_kv.kv.layout import DTYPE_BYTES
 from sidestream_kv.kv.state_layout import StateLayout, StateTensor
 
-_KEEPS_STATE = frozenset({"update_conv_state", "update_recurrent_state"})
+_KEEPS_STATE = frozenset({"update_conv_state", "update_recurrent_state", "set_linear_cache"})
 _ATTENDS = frozenset({"ALL_ATTENTION_FUNCTIONS"})
 Compute = Callable[[torch.Tensor, StateBatch | None], torch.Tensor]
 """Computes a layer's output for hidden states `[1, T, hidden_size]`, with the states of a batch. Without a batch

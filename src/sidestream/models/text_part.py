@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     Emu3ForCausalLM,
     Mistral4ForCausalLM,
@@ -32,6 +33,8 @@ _SERVED = frozenset(
         *("qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "video_llava", "vipllava"),
     }
 )
+TEXT_ALONE: Mapping[str, str] = {"phi4_multimodal": "embed_tokens_extend"}
+"""Kinds whose decoder puts images and audio into the embeddings of its text itself, and its module that does so."""
 # Text parts that transformers maps to no causal model, and the causal model whose frame they fit into: embeddings,
 # layers and norm are those of the part.
 _FRAMES: Mapping[str, type[Any]] = {
@@ -94,7 +97,16 @@ def text_module(whole: Any) -> Any:
 
 
 def find_base_model(module: Any) -> Any:
-    """`module`, whose `base_model` is its decoder: Llama 4's class looks for it under a wrong name."""
+    """`module`, whose `base_model` is its decoder, for text alone. Llama 4's class looks for it under a wrong name."""
     if module.base_model is module and hasattr(module, "model"):
         module.base_model_prefix = "model"
+    if module.config.model_type in TEXT_ALONE:
+        setattr(module.base_model, TEXT_ALONE[module.config.model_type], _Embedded())
     return module
+
+
+class _Embedded(nn.Module):
+    """In place of a module that adds images to the embeddings of text."""
+
+    def forward(self, tokens: torch.Tensor, embedded: torch.Tensor, **_: Any) -> torch.Tensor:
+        return embedded
