@@ -43,6 +43,7 @@ from transformers import (
     Mamba2Config,
     MiMoV2FlashConfig,
     MiniCPM3Config,
+    MiniMaxConfig,
     MistralConfig,
     MixtralConfig,
     NemotronConfig,
@@ -439,6 +440,16 @@ HYBRIDS: Mapping[str, tuple[Callable[..., PreTrainedConfig], Mapping[str, Any]]]
     ),
     "lfm2": (Lfm2Config, {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]}),
     "lfm2_moe": (Lfm2MoeConfig, {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]}),
+    "minimax": (
+        MiniMaxConfig,
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "block_size": 16,
+        },
+    ),
     "mamba2": (Mamba2Config, {"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 16, "chunk_size": 16}),
     "olmo_hybrid": (OlmoHybridConfig, {"num_hidden_layers": 4}),
     "kimi_linear": (

@@ -33,8 +33,8 @@ OPTIONS = {"device": "cpu", "dtype": "float32", "max_running": 3, "compute_threa
 
 
 # A mixture of experts with a gated delta rule, Mamba 2, both in every layer, convolutions alone, latent attention,
-# Mamba 1, and no attention at all.
-KINDS = ("qwen3_next", "nemotron_h", "falcon_h1", "lfm2", "kimi_linear", "jamba", "mamba2")
+# Mamba 1, no attention at all, and a cache of its own.
+KINDS = ("qwen3_next", "nemotron_h", "falcon_h1", "lfm2", "kimi_linear", "jamba", "mamba2", "minimax")
 
 
 @pytest.fixture(scope="module", params=sorted(HYBRIDS))

@@ -176,8 +176,8 @@ def _parts_of_rank(
         )
     if layer_heads(config):
         raise ModelError(
-            f"{config.model_type} has layers that differ in their heads, or read the KV of others, which are not divided "
-            "over ranks: run this model on one rank"
+            f"{config.model_type} has layers that differ in their heads, or read the KV of others, which are not "
+            "divided over ranks: run this model on one rank"
         )
     share = share_of(config, size=ranks)
     kv_heads = 1 if parts.kv.latent_dim else share.num_kv_heads  # every rank has the whole latents
