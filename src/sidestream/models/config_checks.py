@@ -151,7 +151,8 @@ def max_positions(config: PreTrainedConfig, *, max_model_len: int | None = None)
     YaRN       scales all positions alike: the original bound times the factor, or the config's bound if that is larger
     LongRoPE   has two sets of frequencies, and `takes_long_rope` chooses one set for all requests. The short set is
                valid up to `original_max_position_embeddings`
-    dynamic    (NTK scaling) changes the frequencies with the length: the bound is the length at which scaling begins
+    dynamic    (NTK scaling) changes the frequencies with the length: the bound is the length at which scaling begins,
+               or `scaled_length`, whose frequencies are then used for all requests
 
     Positions that `counted_token` leaves out do not count. Raises ModelError when the config gives no bound.
     """
@@ -160,6 +161,8 @@ def max_positions(config: PreTrainedConfig, *, max_model_len: int | None = None)
         before = rope.get("original_max_position_embeddings") or declared
         if rope["rope_type"] == "yarn":
             bound = max(bound, int(before * (rope.get("factor") or 1)))
+        elif length := scaled_length(config, max_model_len=max_model_len):
+            bound = length
         elif rope["rope_type"] in _SWITCHING_ROPE and not takes_long_rope(config, max_model_len=max_model_len):
             bound = min(bound, before)
     padding = counted_token(config)
@@ -171,6 +174,17 @@ def _length_without_positions(config: PreTrainedConfig) -> int | None:
     if config.model_type == "mpt":
         return _size(config, "max_seq_len")
     return None if attends(config) and config.model_type != "bloom" else _UNBOUNDED
+
+
+def scaled_length(config: PreTrainedConfig, *, max_model_len: int | None) -> int | None:
+    """The length whose frequencies all requests get, if they need dynamic NTK scaling for up to `max_model_len` tokens;
+    None: they do not, or do not say so.
+    """
+    (rope, *others) = [*_ropes(config)] or [{}]
+    if others or rope.get("rope_type") != "dynamic" or max_model_len is None:
+        return None
+    declared = _size(config, "max_position_embeddings")
+    return min(max_model_len, int(declared * rope["factor"])) if max_model_len > declared else None
 
 
 def takes_long_rope(config: PreTrainedConfig, *, max_model_len: int | None) -> bool:

@@ -32,13 +32,14 @@ from sidestream.models.config_checks import (
     layer_heads,
     max_positions,
     parts_of,
+    scaled_length,
     takes_long_rope,
 )
 from sidestream.models.directory import check_config, local_directory, name_of
 from sidestream.models.fp8 import Kept, kept_eight_bits
 from sidestream.models.precision import Precision, choose_precision
 from sidestream.models.recurrent import unbind_time_steps
-from sidestream.models.rope import fix_longrope
+from sidestream.models.rope import fix_dynamic_rope, fix_longrope
 from sidestream.models.self_check import check_paged, reference
 from sidestream.models.shard import ShardCheck, check_same, rank_fingerprint, retie, shard, share_of
 from sidestream.models.text_part import find_base_model, text_config, text_module, whole_class
@@ -82,8 +83,8 @@ def load_model(
     dtype           `"auto"`: the checkpoint's dtype, or float32 on a CPU that computes much faster in float32
                     (`models/precision.py`)
     block_tokens    tokens of a block; None: the default for this model and device (`config.default_block_tokens`)
-    max_model_len   tokens of the longest request; None: the model's limit. With LongRoPE, this number selects the
-                    factors, and so affects the KV and the fingerprint
+    max_model_len   tokens of the longest request; None: the model's limit. With LongRoPE and dynamic scaling, this
+                    number selects the frequencies, and so affects the KV and the fingerprint
     group           the ranks of tensor parallelism, which call this together; the result has this rank's share of the
                     weights and KV heads, and its forward must be called by all ranks together. None: one rank
 
@@ -119,6 +120,9 @@ def load_model(
         long_rope = takes_long_rope(text, max_model_len=max_model_len)
         fix_longrope(module, long=long_rope)
         variant = "long rope" if long_rope else ""
+        if length := scaled_length(text, max_model_len=max_model_len):
+            fix_dynamic_rope(module, length)
+            variant = f"rope for {length}"
         if unbind_time_steps(module):
             variant += "unbound time steps"
         # Computed on the host, so that the fingerprint is the same on every device.

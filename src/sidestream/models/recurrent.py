@@ -291,9 +291,7 @@ class _RowStates(_LinearCache):
 
 def _attending(module: nn.Module) -> list[Any]:
     """The modules with attention, by the number of their layer; Zamba's have none, and are in order."""
-    found: list[Any] = [
-        part for part in module.modules() if _uses(type(part), _ATTENDS) and hasattr(part, "layer_idx")
-    ]
+    found: list[Any] = [part for part in module.modules() if _uses(type(part), _ATTENDS) and hasattr(part, "layer_idx")]
     return sorted(found, key=lambda part: part.layer_idx or 0)
 
 
