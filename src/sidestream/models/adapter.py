@@ -285,7 +285,7 @@ def padded_length(num_tokens: int) -> int:
 
 def attention_window(module: Any, sliding_window: int | None) -> int | None:
     """The window of a module that passes `sliding_window` to its attention: chunks are in the config only."""
-    types = getattr(module.config, "layer_types", None)
+    types = getattr(getattr(module, "config", None), "layer_types", None)
     if types and types[module.layer_idx] == "chunked_attention":
         return Chunk(module.config.attention_chunk_size)
     return sliding_window

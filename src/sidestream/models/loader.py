@@ -117,12 +117,7 @@ def load_model(
                 device=device,
                 ranks=ranks,
             )
-        long_rope = takes_long_rope(text, max_model_len=max_model_len)
-        fix_longrope(module, long=long_rope)
-        variant = "long rope" if long_rope else ""
-        if length := scaled_length(text, max_model_len=max_model_len):
-            fix_dynamic_rope(module, length)
-            variant = f"rope for {length}"
+        variant = _fix_ropes(module, text, max_model_len)
         if unbind_time_steps(module):
             variant += "unbound time steps"
         # Computed on the host, so that the fingerprint is the same on every device.
@@ -151,6 +146,16 @@ def load_model(
         pack_linears(module)
         check_paged(model, expected)
     return model
+
+
+def _fix_ropes(module: Any, text: PreTrainedConfig, max_model_len: int | None) -> str:
+    """Make rotary embeddings independent of the batch; in place. Returns a name of what was chosen, or nothing."""
+    long_rope = takes_long_rope(text, max_model_len=max_model_len)
+    fix_longrope(module, long=long_rope)
+    if length := scaled_length(text, max_model_len=max_model_len):
+        fix_dynamic_rope(module, length)
+        return f"rope for {length}"
+    return "long rope" if long_rope else ""
 
 
 def _shard(module: Any, group: Group, fingerprint: str, device: torch.device) -> None:
