@@ -61,8 +61,8 @@ class ToyModel:
 
     The logits are zero except for one token, so greedy and random sampling give the same token. `eos_every`: about one
     in `eos_every` tokens is the end of sequence, id 0; 0: none. `leaves_hidden` adds two layers to the pool: for a
-    `ToyProposer`'s own KV, and for hidden states. `window`: tokens of the sliding windows, or a `Chunk`; 0: there are
-    none.
+    `ToyProposer`'s own KV, and for hidden states. `window`: tokens of the sliding windows, or an `AttentionChunk`;
+    0: there are none.
     """
 
     def __init__(

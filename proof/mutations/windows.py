@@ -98,9 +98,9 @@ MUTATIONS = (
 EQUIVALENT = (
     Equivalent(
         Mutation(
-            name="chunk-reaches-back-to-its-border",
+            name="attention-chunk-reaches-back-to-its-border",
             hazard="H15",
-            change=Value("position if isinstance(window, Chunk) else position + 1 - window"),
+            change=Value("position if isinstance(window, AttentionChunk) else position + 1 - window"),
             consequence="blocks of a token's own chunk are released, and not attended to",
             needs=frozenset({"window"}),
         ),

@@ -13,7 +13,7 @@ from engine_rig import Rig, prompts, serving
 from proof.tiny_models import WINDOW, tiny_model_dir
 from proof.toy import ToyModel
 from sidestream import LLM, OffloadConfig, SamplingParams, SpeculativeConfig
-from sidestream_kv.kv.layout import Chunk
+from sidestream_kv.kv.layout import AttentionChunk
 
 PROMPT = prompts(21, 1, longest=1)[0] + list(range(1, 30))
 """30 tokens: 7 blocks of 4 tokens that a cache may supply. With a window of 6 tokens, a request that continues at token
@@ -46,7 +46,7 @@ def test_a_request_is_longer_than_a_pool_that_holds_all_its_layers() -> None:
 
 def test_a_request_holds_the_pages_of_its_own_chunk_alone() -> None:
     """A chunk has four blocks. Two more pages: the last one before the border, and that of the step in flight."""
-    with windowed(Chunk(16), slots=0) as rig:
+    with windowed(AttentionChunk(16), slots=0) as rig:
         scheduler, held = rig.engine.parts.scheduler, dict[int, int]()
         windows = scheduler._windows
         assert windows is not None

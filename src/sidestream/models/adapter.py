@@ -24,7 +24,7 @@ from sidestream.models.lora import Adapters
 from sidestream.models.recurrent import StatefulLayers, number_attention_layers
 from sidestream.models.traced import TRACED, TracedLayers
 from sidestream_kv.device.kinds import on_host
-from sidestream_kv.kv.layout import Chunk, KVLayout
+from sidestream_kv.kv.layout import AttentionChunk, KVLayout
 from sidestream_kv.kv.state_layout import StateLayout
 
 PAGED = "sidestream_paged"
@@ -287,7 +287,7 @@ def attention_window(module: Any, sliding_window: int | None) -> int | None:
     """The window of a module that passes `sliding_window` to its attention: chunks are in the config only."""
     types = getattr(getattr(module, "config", None), "layer_types", None)
     if types and types[module.layer_idx] == "chunked_attention":
-        return Chunk(module.config.attention_chunk_size)
+        return AttentionChunk(module.config.attention_chunk_size)
     return sliding_window
 
 

@@ -35,7 +35,7 @@ from sidestream.models.config_checks import max_positions
 from sidestream.models.latent import keys_and_values
 from sidestream.models.layer_heads import LayerHeads
 from sidestream.models.recurrent import Compute, Observer
-from sidestream_kv.kv.layout import Chunk, window_start
+from sidestream_kv.kv.layout import AttentionChunk, window_start
 from sidestream_kv.kv.state_layout import RESERVED_STATES
 
 # Bound of a layer's attention, or of a module with attention code of its own: root mean square of the difference,
@@ -442,7 +442,7 @@ def _narrow_windows(module: Any) -> Iterator[int]:
     chunk = getattr(module.config, "attention_chunk_size", None)
     name, window = "sliding_window", getattr(module.config, "sliding_window", None) or 0
     if chunk:
-        name, window = "attention_chunk_size", Chunk(chunk)
+        name, window = "attention_chunk_size", AttentionChunk(chunk)
     binds = 0 < window < max_positions(module.config)
     holders = [part for part in (module.config, *module.modules()) if binds and getattr(part, name, None) == window]
     for part in holders:

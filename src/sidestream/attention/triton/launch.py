@@ -20,7 +20,7 @@ from sidestream.attention.triton.batch import BatchLocation
 from sidestream.attention.triton.workspace import LONG_TOKENS, ContiguousKV, SplitKVWorkspace, Tile, Tiles
 from sidestream.errors import ConfigError, InvariantError
 from sidestream_kv.device.kinds import on_gpu
-from sidestream_kv.kv.layout import Chunk
+from sidestream_kv.kv.layout import AttentionChunk
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_HEAD_DIM, _MAX_LATENT_DIM = 256, 512
@@ -275,7 +275,7 @@ def _overlap(device: torch.device) -> _Overlap:
 
 def _window_kind(window: int | None) -> int:
     """See `_window_start` of the kernels; 0: there is no window."""
-    return 0 if window is None else 2 if isinstance(window, Chunk) else 1
+    return 0 if window is None else 2 if isinstance(window, AttentionChunk) else 1
 
 
 def _factors(scale: float, softcap: float | None) -> tuple[float, float]:

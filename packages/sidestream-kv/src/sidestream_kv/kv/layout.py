@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
-class Chunk(int):
+class AttentionChunk(int):
     """The window of a layer with chunked attention, in tokens: sequences are divided into chunks of so many tokens, and
     a token attends to its own chunk. So the window begins at the chunk's border, and is at most as long as a chunk.
     """
@@ -73,9 +73,9 @@ class KVLayout:
 
     block_tokens   tokens in a block
     dtype          `"float32"`, `"float16"` or `"bfloat16"`
-    windows        for each layer from the first on, the number of tokens of its sliding window, or its `Chunk`; 0, and
-                   layers after the last entry: the layer attends to all tokens. No property of the bytes, so not part
-                   of `describe`
+    windows        for each layer from the first on, the number of tokens of its sliding window, or its
+                   `AttentionChunk`; 0, and layers after the last entry: the layer attends to all tokens. No property of
+                   the bytes, so not part of `describe`
     latent_dim     0: a token has a key and a value in each layer. Otherwise it has one vector, which all query heads
                    share: `latent_dim` elements of a latent, which is key and value, then the rotated part of the key
     """
@@ -183,5 +183,5 @@ def window_start(position: Any, window: int) -> Any:
     """The first position to which a token at `position` attends, an int or a tensor of ints, in a layer with a window
     of `window` tokens or in chunks. May be negative.
     """
-    # rule: chunk-reaches-back-to-its-border
-    return position // window * window if isinstance(window, Chunk) else position + 1 - window
+    # rule: attention-chunk-reaches-back-to-its-border
+    return position // window * window if isinstance(window, AttentionChunk) else position + 1 - window
