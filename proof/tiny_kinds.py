@@ -33,7 +33,7 @@ _LARGEST = {
     16: "head_dim v_head_dim qk_nope_head_dim attention_head_dim kv_channels linear_key_head_dim linear_value_head_dim "
     "mamba_head_dim mamba_d_state ssm_state_size state_size mamba_chunk_size chunk_size hidden_size_per_layer_input "
     "swa_head_dim swa_v_head_dim index_head_dim",
-    _WINDOW: "sliding_window attention_window_size",
+    _WINDOW: "sliding_window attention_window_size attention_chunk_size",
     8: "qk_rope_head_dim rotary_dim mamba_num_heads laurel_rank index_topk",
     4: "num_attention_heads n_head num_heads n_heads num_experts num_local_experts n_routed_experts moe_num_experts "
     "linear_num_value_heads mamba_n_heads swa_num_attention_heads",
@@ -53,17 +53,37 @@ _OWN: Mapping[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "gemma4_text": {"head_dim": 16, "global_head_dim": 16, "num_global_key_value_heads": 2},
-    "gemma4_unified_text": {"head_dim": 16, "global_head_dim": 16, "num_global_key_value_heads": 2},
-    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma4_text": {"head_dim": 16, "global_head_dim": 32},
+    "gemma4_unified_text": {"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1},
+    "gemma3n_text": {"num_kv_shared_layers": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "roc_bert": {"enable_pronunciation": False, "enable_shape": False},
+    "phi4_multimodal": {
+        "audio_config": {"hidden_size": 32, "intermediate_size": 32, "num_blocks": 2, "num_attention_heads": 2}
+        | dict.fromkeys(("ext_pw_out_channel", "depthwise_separable_out_channel", "nemo_conv_channels"), 32),
+        "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "crop_size": 28}
+        | {"num_attention_heads": 2, "image_size": 28},
+    },
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
 }
 _VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "depth": 1}
 _VISION |= {"num_heads": 2, "out_hidden_size": 64, "image_size": 28, "patch_size": 14}
-_WHOLE = ("gemma3", "qwen3_5", "qwen3_5_moe")  # with images; their text part is served
+WHOLE: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "emu3": (
+        "emu3_text_model",
+        {"vq_config": {"base_channels": 32, "channel_multiplier": [1, 1]}, "vocabulary_map": {"<image>": 120}},
+    ),
+    "fuyu": ("persimmon", {"image_size": 28, "patch_size": 14}),
+    "gemma3": ("gemma3_text", {"vision_config": _VISION}),
+    "gemma4": ("gemma4_text", {}),
+    "gemma4_unified": ("gemma4_unified_text", {}),
+    "got_ocr2": ("qwen2", {"vision_config": _VISION | {"output_channels": 32, "mlp_dim": 32}}),
+    "llama4": ("llama4_text", {"vision_config": _VISION | {"vision_output_dim": 32}}),
+    "qwen3_5": ("qwen3_5_text", {"vision_config": _VISION}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {"vision_config": _VISION}),
+}
+"""Kinds with images whose text part is served: the kind of their text, and other fields of a tiny config."""
 
 
 def tiny_kind(kind: str) -> PreTrainedConfig:
@@ -72,8 +92,9 @@ def tiny_kind(kind: str) -> PreTrainedConfig:
         known = tiny_config(kind, initializer_range=_SPREAD)
         if known.model_type == kind:
             return known
-    if kind in _WHOLE:
-        return CONFIG_MAPPING[kind](text_config=tiny_kind(f"{kind}_text").to_dict(), vision_config=_VISION)
+    if kind in WHOLE:
+        text, others = WHOLE[kind]
+        return CONFIG_MAPPING[kind](text_config=tiny_kind(text).to_dict(), **others)
     default = CONFIG_MAPPING[kind]()
     values = default.to_dict()
     for name in _LAYERS:

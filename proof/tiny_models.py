@@ -37,10 +37,13 @@ from transformers import (
     KimiLinearConfig,
     Lfm2Config,
     Lfm2MoeConfig,
+    Llama4TextConfig,
     LlamaConfig,
     LongcatFlashConfig,
     Mamba2Config,
+    MiMoV2FlashConfig,
     MiniCPM3Config,
+    MiniMaxConfig,
     MistralConfig,
     MixtralConfig,
     NemotronConfig,
@@ -217,6 +220,22 @@ FAMILIES: Mapping[str, tuple[Callable[..., PreTrainedConfig], Mapping[str, Any]]
             "num_kv_shared_layers": 0,
         },
     ),
+    # Heads of two sizes, and two layers without KV of their own.
+    "gemma4_shared": (
+        Gemma4TextConfig,
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "sliding_window": WINDOW,
+            "num_key_value_heads": 4,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": _VOCAB,
+            "num_kv_shared_layers": 2,
+        },
+    ),
     "gpt_neo": (
         GPTNeoConfig,
         {
@@ -264,6 +283,29 @@ FAMILIES: Mapping[str, tuple[Callable[..., PreTrainedConfig], Mapping[str, Any]]
     "jetmoe": (
         JetMoeConfig,
         {"num_key_value_heads": 2, "kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "llama4_text": (
+        Llama4TextConfig,
+        {
+            "num_hidden_layers": 4,
+            "no_rope_layers": [1, 0, 1, 0],
+            "attention_chunk_size": WINDOW,
+            "floor_scale": 4,
+            "num_local_experts": 4,
+            "intermediate_size_mlp": 96,
+        },
+    ),
+    "mimo_v2_flash": (
+        MiMoV2FlashConfig,
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "sliding_window": WINDOW,
+            "v_head_dim": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        },
     ),
     "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "nemotron": (NemotronConfig, {}),
@@ -398,6 +440,16 @@ HYBRIDS: Mapping[str, tuple[Callable[..., PreTrainedConfig], Mapping[str, Any]]]
     ),
     "lfm2": (Lfm2Config, {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]}),
     "lfm2_moe": (Lfm2MoeConfig, {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]}),
+    "minimax": (
+        MiniMaxConfig,
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "block_size": 16,
+        },
+    ),
     "mamba2": (Mamba2Config, {"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 16, "chunk_size": 16}),
     "olmo_hybrid": (OlmoHybridConfig, {"num_hidden_layers": 4}),
     "kimi_linear": (

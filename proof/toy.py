@@ -34,7 +34,7 @@ from sidestream.attention.triton import DeviceBatch
 from sidestream.errors import InvariantError
 from sidestream.runner.forward import Left
 from sidestream.speculate import Context, StepTokens
-from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.kv.layout import KVLayout, window_start
 from sidestream_kv.kv.state_layout import StateLayout, StateTensor
 
 _Hashes = npt.NDArray[np.int64]
@@ -61,7 +61,8 @@ class ToyModel:
 
     The logits are zero except for one token, so greedy and random sampling give the same token. `eos_every`: about one
     in `eos_every` tokens is the end of sequence, id 0; 0: none. `leaves_hidden` adds two layers to the pool: for a
-    `ToyProposer`'s own KV, and for hidden states. `window`: tokens of the sliding windows; 0: there are none.
+    `ToyProposer`'s own KV, and for hidden states. `window`: tokens of the sliding windows, or an `AttentionChunk`;
+    0: there are none.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class ToyModel:
             raise InvariantError(
                 f"max_model_len is {max_model_len}: a toy model has weights for {len(_WEIGHTS)} tokens"
             )
-        windows = tuple(window * (layer in windowed) for layer in range(num_layers)) if window else ()
+        windows = tuple(window if layer in windowed else 0 for layer in range(num_layers)) if window else ()
         self.layout = KVLayout(num_layers + 2 * leaves_hidden, 1, 2, block_tokens, "float32", windows)
         self.state_layout: StateLayout | None = None
         self.adapters = None
@@ -205,7 +206,7 @@ class ToyModel:
             sums = (seen.to(torch.int64) * weights % _PRIME).sum(2).cumsum(1)
             seen_sums = sums[rows, at]
             if window := self.layout.window_of(layer):
-                before = at - window
+                before = window_start(at, window) - 1
                 seen_sums = seen_sums - torch.where(before >= 0, sums[rows, before.clamp(min=0)], 0)
             mixed = (mixed * 69621 + seen_sums) % _PRIME
         mixed = mixed[logit_rows] * 48271 % _PRIME * 69621 % _PRIME
@@ -585,7 +586,7 @@ def _seen(
     """Of `_sums` `[rows, T]`, the part that a token at position `at` of a row sees with a sliding window; 0: none."""
     seen: npt.NDArray[np.int64] = sums[rows, at]
     if window:
-        before = at - window
+        before = window_start(at, window) - 1
         seen = seen - np.where(before >= 0, sums[rows, np.maximum(before, 0)], 0)
     return seen
 

@@ -60,12 +60,12 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 # Lines of today, rounded up. A part that must grow first says what it makes unnecessary; a part that shrank gets a
 # lower bound.
 LINES = {
-    "sidestream_kv": 18_140,
+    "sidestream_kv": 18_160,
     "sidestream_order": 6_050,
-    "sidestream": 48_780,
-    "proof": 23_570,
-    "bench": 10_780,
-    "tests": 68_910,
+    "sidestream": 49_300,
+    "proof": 23_660,
+    "bench": 10_880,
+    "tests": 69_130,
 }
 
 

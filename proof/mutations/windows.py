@@ -98,6 +98,18 @@ MUTATIONS = (
 EQUIVALENT = (
     Equivalent(
         Mutation(
+            name="attention-chunk-reaches-back-to-its-border",
+            hazard="H15",
+            change=Value("position if isinstance(window, AttentionChunk) else position + 1 - window"),
+            consequence="blocks of a token's own chunk are released, and not attended to",
+            needs=frozenset({"window"}),
+        ),
+        "no schedule has layers with chunked attention",
+        noticed_by="kv/test_layout.py::test_a_token_attends_to_no_block_before_its_chunk",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
             name="page-is-released-behind-its-last-reader-on-every-rank",
             hazard="H13",
             at="page-is-released-behind-its-last-reader",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from sidestream.attention.triton import ContiguousKV, DeviceBatch, SplitKVWorkspace, Tile, Tiles, paged_attention
+from sidestream_kv.kv.layout import AttentionChunk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYERS = 2
@@ -120,6 +121,8 @@ def pool_for(rows: Sequence[Row], shape: Shape, options: Options) -> torch.Tenso
     layer = pool[:, LAYER]
     for row in rows:
         first = 0 if options.sliding_window is None else max(0, row.start + 1 - options.sliding_window)
+        if isinstance(options.sliding_window, AttentionChunk):
+            first = row.start - row.start % options.sliding_window
         seen = range(first, row.start)
         if len(seen):
             slot_mapping = torch.tensor(row.slots(seen, shape.block_tokens), device=DEVICE)
@@ -228,7 +231,9 @@ def plain(row: Row, options: Options) -> torch.Tensor:
     if (slopes := options.slopes_of(row.query.shape[1])) is not None:
         scores = scores + slopes.double()[:, None, None] * (keys - queries)
     hidden = keys > queries
-    if options.sliding_window is not None:
+    if isinstance(options.sliding_window, AttentionChunk):
+        hidden |= keys // options.sliding_window != queries // options.sliding_window
+    elif options.sliding_window is not None:
         hidden |= keys <= queries - options.sliding_window
     scores = scores.masked_fill(hidden, -math.inf)
     if (sinks := options.sinks_of(row.query.shape[1])) is not None:

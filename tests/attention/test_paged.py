@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sidestream.attention import paged
 from sidestream.attention.paged import PagedBatch, paged_attention
 from sidestream.errors import InvariantError
+from sidestream_kv.kv.layout import AttentionChunk
 
 BLOCK_TOKENS = 4
 LAYERS = 3
@@ -118,6 +119,8 @@ def plain(
     for index, query in enumerate(row.query.double()):
         position = row.start + index
         first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
+        if isinstance(sliding_window, AttentionChunk):
+            first = position - position % sliding_window
         for head in range(heads):
             kv_head = head // (heads // kv_heads)
             scores = row.key[first : position + 1, kv_head].double() @ query[head] * 0.3
@@ -148,6 +151,8 @@ MIXED = [
     [
         {},
         {"sliding_window": 5},
+        {"sliding_window": AttentionChunk(5)},
+        {"sliding_window": AttentionChunk(8), "sinks": True},
         {"softcap": 1.5},
         {"sliding_window": 8, "softcap": 1.5, "sinks": True},
         {"sinks": True},
@@ -269,7 +274,7 @@ def test_layers_with_different_windows_share_a_batch() -> None:
     key = torch.cat([row.key[row.start :] for row in rows])
     value = torch.cat([row.value[row.start :] for row in rows])
 
-    for layer, window in enumerate((None, 6, 3)):
+    for layer, window in enumerate((None, 6, AttentionChunk(6))):
         outputs = paged_attention(query, key, value, layer, batch, scale=0.3, sliding_window=window).split([1, 4])
         for row, output in zip(rows, outputs, strict=True):
             torch.testing.assert_close(output.double(), plain(row, sliding_window=window), atol=1e-5, rtol=0)

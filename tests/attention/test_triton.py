@@ -42,6 +42,7 @@ from sidestream.attention.triton import (
     warm_up,
 )
 from sidestream.errors import ConfigError, InvariantError
+from sidestream_kv.kv.layout import AttentionChunk
 
 triton = pytest.importorskip(
     "triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra"
@@ -172,6 +173,8 @@ def test_writing_kv_without_attention_gives_the_same_pool() -> None:
     [
         (2, 2, Options()),
         (6, 2, Options(sliding_window=5)),
+        (6, 2, Options(sliding_window=AttentionChunk(5))),
+        (4, 1, Options(sliding_window=AttentionChunk(40), sinks=True)),
         (4, 1, Options(softcap=1.5)),
         (6, 2, Options(sliding_window=40, softcap=1.5, sinks=True)),
         (6, 2, Options(sinks=True)),
@@ -241,7 +244,12 @@ def assert_only_written(rows: Any, shape: Shape, before: torch.Tensor, after: to
 
 @pytest.mark.parametrize(
     ("dtype", "options"),
-    [(torch.float32, Options()), (torch.float16, Options(sliding_window=33)), (torch.float16, Options(softcap=1.5))],
+    [
+        (torch.float32, Options()),
+        (torch.float16, Options(sliding_window=33)),
+        (torch.float16, Options(sliding_window=AttentionChunk(33))),
+        (torch.float16, Options(softcap=1.5)),
+    ],
     ids=str,
 )
 def test_a_row_gives_the_same_bits_in_any_batch_order_and_padding(dtype: torch.dtype, options: Options) -> None:
@@ -273,7 +281,7 @@ def test_a_row_gives_the_same_bits_in_any_batch_order_and_padding(dtype: torch.d
 
 
 @pytest.mark.parametrize("narrow", [1, 2, 16])
-@pytest.mark.parametrize("options", [Options(), Options(sliding_window=150)], ids=str)
+@pytest.mark.parametrize("options", [Options(), Options(sliding_window=150), Options(AttentionChunk(150))], ids=str)
 def test_a_short_chunk_has_wide_splits_after_its_narrow_ones(
     narrow: int, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,7 +337,13 @@ def products_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("products_row_by_row")
 @pytest.mark.parametrize(
     ("in_splits", "options"),
-    [(True, Options()), (False, Options()), (True, Options(sliding_window=33)), (False, Options(33, 1.5))],
+    [
+        (True, Options()),
+        (False, Options()),
+        (True, Options(33)),
+        (False, Options(33, 1.5)),
+        (False, Options(AttentionChunk(33))),
+    ],
     ids=str,
 )
 def test_other_queries_of_its_row_change_no_bit_of_a_query(in_splits: bool, options: Options) -> None:
@@ -417,17 +431,15 @@ def test_warm_up_launches_every_variant_and_does_not_change_the_pool(monkeypatch
     for name in ("write", "attend", "combine"):
         monkeypatch.setattr(kernels, name, _Recorder(name, getattr(kernels, name), launched))
 
-    variants = [Variant(), Variant(sliding_window=9), Variant(softcap=2.0), Variant(9, 2.0)]
+    variants = [Variant(window, cap) for window in (None, 9, AttentionChunk(9)) for cap in (None, 2.0)]
     warm_up(pool, heads=4, variants=variants, workspace=workspace, tiles=TILES)
 
     assert pool.isnan().all()
     attends = {
         (options["WIDE_TOKENS"], options["WINDOW"], options["CAPPED"]) for name, options in launched if name == "attend"
     }
-    assert attends == {
-        (wide, window, cap) for wide in (0, 256, 512) for window in (False, True) for cap in (False, True)
-    }
-    assert {options["WINDOW"] for name, options in launched if name == "combine"} == {False, True}
+    assert attends == {(wide, window, cap) for wide in (0, 256, 512) for window in (0, 1, 2) for cap in (False, True)}
+    assert {options["WINDOW"] for name, options in launched if name == "combine"} == {0, 1, 2}
 
 
 class _Recorder:

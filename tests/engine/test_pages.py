@@ -13,6 +13,7 @@ from engine_rig import Rig, prompts, serving
 from proof.tiny_models import WINDOW, tiny_model_dir
 from proof.toy import ToyModel
 from sidestream import LLM, OffloadConfig, SamplingParams, SpeculativeConfig
+from sidestream_kv.kv.layout import AttentionChunk
 
 PROMPT = prompts(21, 1, longest=1)[0] + list(range(1, 30))
 """30 tokens: 7 blocks of 4 tokens that a cache may supply. With a window of 6 tokens, a request that continues at token
@@ -21,8 +22,8 @@ PAGE = 2
 """Blocks of a page: each holds one of the toy's 3 layers, of which 2 have a window."""
 
 
-def windowed(**options: Any) -> Any:
-    return serving(model=ToyModel(window=6), **{"slots": 64, **options})
+def windowed(window: int = 6, **options: Any) -> Any:
+    return serving(model=ToyModel(window=window), **{"slots": 64, **options})
 
 
 def moved(rig: Rig, direction: str) -> int:
@@ -41,6 +42,26 @@ def test_a_request_is_longer_than_a_pool_that_holds_all_its_layers() -> None:
     with windowed(blocks=24, slots=0) as rig:
         assert rig.engine.parts.blocks.size == 72
         rig.ask(prompts(3, 1, longest=1)[0] * 120, 40)
+
+
+def test_a_request_holds_the_pages_of_its_own_chunk_alone() -> None:
+    """A chunk has four blocks. Two more pages: the last one before the border, and that of the step in flight."""
+    with windowed(AttentionChunk(16), slots=0) as rig:
+        scheduler, held = rig.engine.parts.scheduler, dict[int, int]()
+        windows = scheduler._windows
+        assert windows is not None
+        trim = windows.trim
+
+        def watched(request: Any, fence: Any) -> None:
+            trim(request, fence)
+            held[request.committed_len] = windows.held_blocks(request)
+
+        windows.trim = watched  # type: ignore[method-assign]
+        rig.ask(prompts(3, 1, longest=1)[0] * 50, 40)
+        decoding = range(60, 89, 4)  # it is called when a block is complete
+        assert held.keys() >= {*decoding}
+        for committed in decoding:
+            assert held[committed] <= PAGE * (committed % 16 // 4 + 2)
 
 
 def test_tiers_get_the_pages_of_the_windows_before_which_prompts_continue() -> None:
@@ -117,14 +138,20 @@ def test_non_finite_logits_drop_the_pages_of_their_request() -> None:
         assert parts.blocks.get(page_parts(rig, 6)[0]) is None
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3", "granite_swa", "gpt_oss"])
-def test_real_models_never_read_a_page_that_is_behind_the_window(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "memory"),
+    [
+        *(("gemma2", 80), ("gemma3", 80), ("gemma4_shared", 160), ("granite_swa", 80), ("gpt_oss", 80)),
+        *(("llama4_text", 80), ("mimo_v2_flash", 80)),
+    ],
+)
+def test_real_models_never_read_a_page_that_is_behind_the_window(family: str, memory: int, tmp_path: Path) -> None:
     """Chunks, drafts, preemption and loads. What is not loaded is NaN here, so an answer that depends on it would be an
     error.
     """
     directory = tiny_model_dir(family, tmp_path, 0)
     prompt, greedy = [*range(3, 33)] * 2, SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
-    small = {"kv_memory": "80KiB", "block_tokens": 4, "max_model_len": 128, "chunk_tokens": 8}
+    small = {"kv_memory": f"{memory}KiB", "block_tokens": 4, "max_model_len": 128, "chunk_tokens": 8}
     lookup = SpeculativeConfig(proposer="ngram", max_drafts=3)
     with LLM(directory, offload=OffloadConfig(host="16MiB"), speculative=lookup, **small) as llm:
         parts = llm.engine.parts

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from sidestream_kv.kv.layout import DTYPE_BYTES, KVLayout, blocks_before_window
+from sidestream_kv.kv.layout import DTYPE_BYTES, AttentionChunk, KVLayout, blocks_before_window
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_tokens=4, dtype="bfloat16")
 
@@ -64,6 +64,14 @@ def test_a_token_attends_to_no_block_before_its_window() -> None:
         assert blocks_before_window(position, window, 4) == blocks
         if window > 1:
             assert blocks == sum((block + 1) * 4 <= position - window + 1 for block in range(position // 4 + 1))
+
+
+def test_a_token_attends_to_no_block_before_its_chunk() -> None:
+    """In blocks of 4 tokens and chunks of 10: the token at 25 attends to 20 to 25, so not to blocks 0 to 4."""
+    found = [
+        blocks_before_window(position, AttentionChunk(10), 4) for position in (9, 10, 11, 12, 19, 20, 21, 25, 29, 31)
+    ]
+    assert found == [0, 2, 2, 2, 2, 4, 5, 5, 5, 7]  # the block before the position always counts
 
 
 def test_layers_beyond_the_list_of_windows_have_no_window() -> None:

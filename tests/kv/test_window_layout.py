@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.kv.layout import AttentionChunk, KVLayout
 from sidestream_kv.kv.window_layout import WindowedLayers
 
 LAYOUT = KVLayout(8, 2, 8, 4, "float32", windows=(6, 6, 0, 6, 6, 6, 0))
@@ -31,8 +31,9 @@ def test_layers_stay_together_where_pages_save_nothing(windows: tuple[int, ...])
     assert WindowedLayers.of(replace(LAYOUT, windows=windows)) is None
 
 
-def test_a_sequence_never_holds_more_pages_than_its_bound() -> None:
-    windows = divided()
+@pytest.mark.parametrize("window", [6, AttentionChunk(6), AttentionChunk(9)])
+def test_a_sequence_never_holds_more_pages_than_its_bound(window: int) -> None:
+    windows = replace(divided(), window=window)
     for new in (1, 3, 9, 40):
         for start in range(200):
             held = -(-(start + new) // 4) - windows.behind(start // 4 * 4)  # released when a block was complete

@@ -10,12 +10,9 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    MiniMaxConfig,
-    PreTrainedConfig,
 )
 
 from bench.hybrid import logprobs
-from proof.tiny_kinds import tiny_kind
 from proof.tiny_models import HYBRIDS, tiny_config, tiny_model_dir
 from sidestream import LLM, OffloadConfig, SamplingParams, SpeculativeConfig
 from sidestream.attention.states import DraftInputs, StateBatch, StatePool
@@ -33,8 +30,8 @@ OPTIONS = {"device": "cpu", "dtype": "float32", "max_running": 3, "compute_threa
 
 
 # A mixture of experts with a gated delta rule, Mamba 2, both in every layer, convolutions alone, latent attention,
-# Mamba 1, and no attention at all.
-KINDS = ("qwen3_next", "nemotron_h", "falcon_h1", "lfm2", "kimi_linear", "jamba", "mamba2")
+# Mamba 1, no attention at all, and a cache of its own.
+KINDS = ("qwen3_next", "nemotron_h", "falcon_h1", "lfm2", "kimi_linear", "jamba", "mamba2", "minimax")
 
 
 @pytest.fixture(scope="module", params=sorted(HYBRIDS))
@@ -402,21 +399,6 @@ def test_the_self_check_refuses_a_layer_that_ignores_earlier_chunks(
     monkeypatch.setattr(recurrent, "_packed", forgetting)
     with pytest.raises(ModelError, match="recurrent layer 0 gives other values in chunks than in one piece"):
         load_model(str(directory), block_tokens=16)
-
-
-COMMON = {"vocab_size": 259, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-REFUSED: list[tuple[PreTrainedConfig, str]] = [
-    (tiny_kind("zamba"), r"zamba has attention in layers \[\]"),
-    (MiniMaxConfig(**COMMON, num_hidden_layers=2), "layers of type linear_attention: only"),
-]
-
-
-@pytest.mark.parametrize(("config", "reason"), REFUSED, ids=lambda each: getattr(each, "model_type", ""))
-def test_an_unsupported_hybrid_model_is_refused(config: PreTrainedConfig, reason: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=reason):
-        load_model(str(tmp_path), block_tokens=16)
 
 
 def test_too_small_state_memory_options_are_refused_at_start(tmp_path: Path) -> None:

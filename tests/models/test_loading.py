@@ -114,7 +114,6 @@ _OWN_CODE = ("CpmAntConfig", "XLMConfig", "XLNetConfig")
         (transformers.RwkvConfig(), "recurrent state"),
         (transformers.DeepseekV32Config(), "latent attention"),
         (transformers.ViTConfig(), "no causal language model"),
-        (transformers.Llama4TextConfig(), "attends in chunks"),
         (transformers.BartConfig(is_encoder_decoder=False), "half of one"),
         (transformers.MoshiConfig(), r"several models \(audio_encoder_config, depth_decoder_config\)"),
         (transformers.RecurrentGemmaConfig(), "recurrent state|linear_attention"),
@@ -132,9 +131,7 @@ _OWN_CODE = ("CpmAntConfig", "XLMConfig", "XLNetConfig")
         (transformers.HrmTextConfig(), "the same layers several times"),
         (transformers.DogeConfig(), "masks its attention by values"),
         (transformers.RoFormerConfig(is_decoder=True), "attends in both directions"),
-        (transformers.Gemma4TextConfig(num_kv_shared_layers=0), r"head_dim differs \(256, 512\)"),
-        (transformers.Gemma4TextConfig(num_kv_shared_layers=5), "5 layers that read the KV of others"),
-        (transformers.Gemma3nTextConfig(), "15 layers that read the KV of others"),
+        (transformers.Gemma4TextConfig(num_kv_shared_layers=26), "no full_attention layer with KV of its own"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, transformers.PreTrainedConfig) else "",
 )

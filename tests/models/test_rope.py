@@ -160,6 +160,22 @@ def test_dynamic_scaling_serves_the_positions_before_scaling_begins() -> None:
     assert max_positions(tiny_config("llama", rope_parameters={**rope, "original_max_position_embeddings": 256})) == 256
 
 
+def test_dynamic_scaling_is_that_of_the_longest_request_if_its_length_is_given(tmp_path: Path) -> None:
+    """A text of this length gets the logits of transformers, and a part of it the KV of the whole text."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    directory = tiny_model_dir("llama", tmp_path, 3, max_position_embeddings=BEFORE, rope_parameters=rope)
+    plain, scaled = (
+        load_model(str(directory), block_tokens=BLOCK_TOKENS, max_model_len=length) for length in (BEFORE, 3 * BEFORE)
+    )
+    assert (plain.max_model_len, scaled.max_model_len) == (BEFORE, 3 * BEFORE)
+    assert plain.fingerprint != scaled.fingerprint
+    assert_served(plain, directory, BEFORE)
+    assert_served(scaled, directory, 3 * BEFORE)
+    whole = paged_logits(scaled, text(100), chunk=100)
+    torch.testing.assert_close(paged_logits(scaled, text(30)), whole[:30], atol=1e-4, rtol=0)
+    assert load_model(str(directory), block_tokens=4, max_model_len=1_000).max_model_len == 4 * BEFORE
+
+
 def test_longrope_with_one_set_of_factors_is_served_up_to_the_old_length() -> None:
     """PhiMoE's definition keeps the short factors at any length, and chooses a scale by the longest row of a batch."""
     factors = [1.0] * 8

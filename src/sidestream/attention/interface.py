@@ -86,8 +86,9 @@ class Attended(Protocol):
 
         query [T, heads, head_dim] · key, value [T, kv_heads, head_dim], in the pool's dtype. heads is a multiple of
         kv_heads; query head h reads kv head h // (heads / kv_heads). A query at position p sees positions
-        `(p - sliding_window, p]`. `softcap` bounds the scores: softcap * tanh(score / softcap). sinks [heads]: for
-        each query head, the score of one more key, whose value is zero, and which every query sees. slopes [heads],
+        `(p - sliding_window, p]`, or if `sliding_window` is an `AttentionChunk`, those of its chunk up to p. `softcap`
+        bounds the scores: softcap * tanh(score / softcap). sinks [heads]: for each query head, the score of one more
+        key, whose value is zero, and which every query sees. slopes [heads],
         float32: ALiBi; slope * (position of the key - position of the query) is added to the scaled score.
 
         latent   matrices of a layer with latent attention: `key` is then each token's latent [T, 1, latent_dim] and

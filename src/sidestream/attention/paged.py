@@ -18,6 +18,7 @@ from sidestream.attention.interface import AttentionSpec, BatchRows, KVShape, un
 from sidestream.attention.latent import LatentHeads
 from sidestream.errors import InvariantError
 from sidestream_kv.device.kinds import on_host
+from sidestream_kv.kv.layout import window_start
 
 # If a row has at most this many queries, the query heads that share a KV head are stacked as more queries of one head.
 # Measured on two cores: 16 queries of 9 heads over 2,000 keys of 3 KV heads take 0.88 times as long as unstacked
@@ -235,7 +236,7 @@ class _Addresses:
         )
         self._kv_lens = batch.kv_lens
         self._num_decode = batch.num_decode
-        self._by_window: dict[int | None, _VisibleKV] = {}
+        self._by_window: dict[tuple[type, int | None, int], _VisibleKV] = {}
         self.written_keys = (
             batch.slot_mapping // self._block_tokens * self._block_entries + batch.slot_mapping % self._block_tokens
         )
@@ -252,19 +253,20 @@ class _Addresses:
         return self._blocks[layer * self._vectors * self._block_tokens :]
 
     def visible(self, window: int | None, dtype: torch.dtype, *, heads_per_kv_head: int) -> _VisibleKV:
-        """The KV that each row sees with the sliding window `window`. Results are cached by window alone, because all
-        layers of a model have the same dtype and number of heads.
+        """The KV that each row sees with the sliding window `window`. Results are cached, because most layers of a
+        model have the same window; all have the same dtype.
         """
-        if window not in self._by_window:
-            self._by_window[window] = self._find_visible(window, dtype, heads_per_kv_head)
-        return self._by_window[window]
+        key = (type(window), window, heads_per_kv_head)
+        if key not in self._by_window:
+            self._by_window[key] = self._find_visible(window, dtype, heads_per_kv_head)
+        return self._by_window[key]
 
     def _find_visible(self, window: int | None, dtype: torch.dtype, heads_per_kv_head: int) -> _VisibleKV:
         size, gathered = self._block_tokens, 0
         block_starts, token_ranges, masks = [], [], []
         for row, (query_len, kv_len) in enumerate(zip(self._query_lens, self._kv_lens, strict=True)):
             first_query = kv_len - query_len
-            first_visible = 0 if window is None else max(0, first_query + 1 - window)
+            first_visible = 0 if window is None else max(0, window_start(first_query, window))
             # Gather whole blocks, because a copy of few long segments is faster than a copy of many short segments.
             blocks = self._block_tables[row, first_visible // size : -(-kv_len // size)]
             start = gathered + first_visible % size
@@ -284,7 +286,7 @@ def _causal_mask(positions: torch.Tensor, query_len: int, window: int | None, dt
     queries = positions[-query_len:, None]
     hidden = positions > queries
     if window is not None:
-        hidden |= positions <= queries - window
+        hidden |= positions < window_start(queries, window)
     # Additive, not boolean: scaled_dot_product_attention would convert a boolean mask again in every layer.
     return torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, float("-inf"))
 

@@ -17,13 +17,14 @@ from transformers import AttentionInterface, PreTrainedConfig
 from sidestream.attention.interface import Attended, AttentionBatch
 from sidestream.attention.states import StateBatch
 from sidestream.errors import InvariantError, ModelError
-from sidestream.models.config_checks import attends, counted_token
+from sidestream.models.config_checks import attends, counted_token, layer_heads
 from sidestream.models.latent import keep_latents, latent_heads
+from sidestream.models.layer_heads import DividedBatch, LayerHeads
 from sidestream.models.lora import Adapters
 from sidestream.models.recurrent import StatefulLayers, number_attention_layers
 from sidestream.models.traced import TRACED, TracedLayers
 from sidestream_kv.device.kinds import on_host
-from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.kv.layout import AttentionChunk, KVLayout
 from sidestream_kv.kv.state_layout import StateLayout
 
 PAGED = "sidestream_paged"
@@ -38,6 +39,8 @@ _REDUNDANT = frozenset(
 )
 # Models whose decoder layers do not pass the arguments of a forward to their attention.
 _DROPS_ARGUMENTS = frozenset({"nemotron", "stablelm"})
+# Models whose layers count positions themselves.
+_COUNT_BY_CACHE = frozenset({"llama4_text"})
 _UNSUPPORTED = {"indices": "sparse attention", "position_bias": "a position bias"}
 
 
@@ -46,11 +49,13 @@ class OpaqueBatch:
     dtype, class and `before_layer` callback.
 
     windows   see `KVLayout.windows`: KV before a layer's window may be missing
+    places    where each layer's heads lie; empty: all layers are alike. `batch` and `windows` count the model's layers
     """
 
-    def __init__(self, batch: Attended, windows: tuple[int, ...] = ()) -> None:
+    def __init__(self, batch: Attended, windows: tuple[int, ...] = (), places: tuple[LayerHeads, ...] = ()) -> None:
         self.batch = batch
         self.windows = windows
+        self.places = places
 
 
 class PagedModel:
@@ -62,7 +67,8 @@ class PagedModel:
     state_layout    shape of the model's recurrent states; None: the model has no recurrent state
     vocab_size      width of the logits
     num_heads       number of query heads; in a sharded model, of this rank
-    num_attention_layers   those of the layout, or 0 if the model does not attend
+    num_attention_layers   the model's layers with attention
+    places          see `layer_heads`
     max_model_len   largest number of positions that the config allows
     eos_token_ids   end-of-sequence tokens of the model's generation config
     padding_token   see `counted_token`; prompts must not contain this token
@@ -95,7 +101,8 @@ class PagedModel:
         self.layout = layout
         self.state_layout = state_layout
         self.vocab_size = int(module.config.vocab_size)
-        self.num_attention_layers = layout.num_layers if attends(self.config) else 0
+        self.places = layer_heads(self.config)
+        self.num_attention_layers = (len(self.places) or layout.num_layers) if attends(self.config) else 0
         if num_heads is None:
             num_heads = int(module.config.num_attention_heads) if self.num_attention_layers else layout.num_kv_heads
         self.num_heads = num_heads
@@ -174,7 +181,7 @@ class PagedModel:
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        batch: Attended,
+        batch: Attended | OpaqueBatch,
         logit_rows: torch.Tensor,
         *,
         states: StateBatch | None = None,
@@ -194,9 +201,13 @@ class PagedModel:
         if self.adapters is not None:
             self.adapters.begin_pass(len(tokens))
 
+        opaque = batch if isinstance(batch, OpaqueBatch) else self.opaque(batch)
+        counted = {"past_key_values": _Counted(positions)} if self.config.model_type in _COUNT_BY_CACHE else {}
+
         def run() -> torch.Tensor:
             logits = self.call_module(
-                OpaqueBatch(batch, self.layout.windows),
+                opaque,
+                **counted,
                 input_ids=tokens[None],
                 position_ids=(positions + self._first_position if self._first_position else positions)[None],
                 logits_to_keep=logit_rows,
@@ -210,6 +221,13 @@ class PagedModel:
         logits: torch.Tensor = self.stateful.run(states, run)
         return logits
 
+    def opaque(self, batch: Attended) -> OpaqueBatch:
+        """A batch of the pool, as the model's layers use it."""
+        if not self.places:
+            return OpaqueBatch(batch, self.layout.windows)
+        windows = tuple(self.layout.window_of(place.first) for place in self.places)
+        return OpaqueBatch(DividedBatch(batch, self.places), windows, self.places)
+
     def call_module(self, batch: OpaqueBatch, **inputs: Any) -> torch.Tensor:
         """The logits of transformers' module, whose layers attend with `batch`."""
         call = partial(self.module, **inputs, use_cache=False)
@@ -219,6 +237,20 @@ class PagedModel:
             output = self.traced.run(batch, partial(call, **self.traced.inputs))
         logits: torch.Tensor = output.logits
         return logits
+
+
+class _Counted:
+    """A cache without content, for layers that count positions from the length of their cache on."""
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        self._length = positions - torch.arange(len(positions), device=positions.device)
+
+    def get_seq_length(self, *_: Any) -> torch.Tensor:
+        """For each token of a packed batch, the number that its place in the batch lacks to its position."""
+        return self._length
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return key, value
 
 
 def _pass_batch_on(layer: Any) -> None:
@@ -249,6 +281,14 @@ def padded_length(num_tokens: int) -> int:
     quarter = (1 << num_tokens.bit_length() >> 1) // 4  # of the largest power of two <= num_tokens
     step = max(quarter, 1 if num_tokens <= _FINE else _FINE)
     return -(-num_tokens // step) * step
+
+
+def attention_window(module: Any, sliding_window: int | None) -> int | None:
+    """The window of a module that passes `sliding_window` to its attention: chunks are in the config only."""
+    types = getattr(getattr(module, "config", None), "layer_types", None)
+    if types and types[module.layer_idx] == "chunked_attention":
+        return AttentionChunk(module.config.attention_chunk_size)
+    return sliding_window
 
 
 def paged_attention_hook(
@@ -286,16 +326,19 @@ def paged_attention_hook(
         raise ModelError("it builds an attention mask of its own, which paged attention would ignore")
     if not getattr(module, "is_causal", True):
         raise ModelError("its attention is not causal: KV in a pool cannot change once it is written")
-    windows = paged_batch.windows
-    if windows and windows[module.layer_idx] and not 0 < (sliding_window or 0) <= windows[module.layer_idx]:
+    window = attention_window(module, sliding_window) or 0
+    checked = paged_batch.windows[module.layer_idx] if paged_batch.windows else 0
+    if checked and (type(window) is not type(checked) or not 0 < window <= checked):
         raise ModelError(
-            f"layer {module.layer_idx} attends with a sliding window of {sliding_window} tokens, but was checked with "
-            f"one of {windows[module.layer_idx]}, and KV before that may be missing"
+            f"layer {module.layer_idx} attends with a sliding window of {window} tokens, but was checked with one of "
+            f"{checked}, and KV before that may be missing"
         )
     batch = paged_batch.batch
     pool = batch.layer(module.layer_idx)
     latent = latent_heads(module) if pool.shape[1] == 1 else None
-    if latent is None:
+    if paged_batch.places:
+        fits = (key.shape[1], key.shape[-1], value.shape[-1]) == paged_batch.places[module.layer_idx].sizes
+    elif latent is None:
         fits = key.shape[1::2] == value.shape[1::2] == pool.shape[-2:]
     else:
         fits = (key.shape[1], key.shape[-1] + value.shape[-1]) == pool.shape[-2:]
@@ -310,7 +353,7 @@ def paged_attention_hook(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     attended = batch.attend(
         q, k, v, module.layer_idx,
-        scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=s_aux, slopes=slopes, latent=latent,
+        scale=scale, sliding_window=window or None, softcap=softcap, sinks=s_aux, slopes=slopes, latent=latent,
     )  # fmt: skip
     padding = query.shape[2] - count
     return (pad(attended, (0, 0, 0, 0, 0, padding)) if padding else attended)[None], None

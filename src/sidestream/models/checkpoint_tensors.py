@@ -18,9 +18,10 @@ from sidestream.errors import ModelError
 
 # Every other dtype (I8, F8_E4M3, F4, …) is quantised: its values are useless without a scheme and scales.
 _FLOATS = {"F64", "F32", "F16", "BF16"}
-# Buffers that the model computes itself, and heads for speculative decoding (MTP) as Qwen, MiMo, Ernie and others name
-# them.
-_UNUSED = re.compile(r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|position_ids)$|(^|\.)mtp\w*\.")
+# Buffers that the model computes itself, counters of training, and heads for speculative decoding (MTP) as Qwen, MiMo,
+# Ernie and others name them.
+_BUFFERS = r"rotary_emb\.(inv_freq|cos_cached|sin_cached)|position_ids|num_batches_tracked"
+_UNUSED = re.compile(rf"(^|\.)({_BUFFERS})$|(^|\.)mtp\w*\.")
 _CAUSAL_MASK = re.compile(r"\.attn(ention)?\.(bias|masked_bias)$")
 # DeepSeek and GLM store a head for speculative decoding as an additional layer. Only such a layer has this matrix.
 _HEAD_LAYER = re.compile(r"^(.*\.layers\.\d+\.)eh_proj\.weight$")

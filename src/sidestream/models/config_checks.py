@@ -15,14 +15,15 @@ from transformers import PreTrainedConfig
 
 from sidestream.errors import ModelError
 from sidestream.models.latent import SERVED_LATENT, has_latents
+from sidestream.models.layer_heads import HeadSizes, LayerHeads, divided_heads
 from sidestream.models.quantised import formats_of
 from sidestream.models.recurrent import NO_LIMIT, attention_layers, keeps_state, skeleton, state_layout_of
-from sidestream.models.text_part import causal_classes, text_config
+from sidestream.models.text_part import TEXT_ALONE, causal_classes, text_config
 from sidestream.models.traced import TRACED
 from sidestream_kv.kv.layout import DTYPE_BYTES, KVLayout
 from sidestream_kv.kv.state_layout import StateLayout
 
-_SERVED_LAYERS = {"full_attention", "sliding_attention"}
+_SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 # More types of layers in models with recurrent state. Some have state, some have state and attention, some neither.
 _STATEFUL_LAYERS = {"linear_attention", "conv", "mamba", "hybrid", "mlp", "moe"}
 # With these types, rotary frequencies depend on the longest sequence of a batch, so a row's KV would depend on other
@@ -105,6 +106,9 @@ def layout_of(config: PreTrainedConfig, *, dtype: str, block_tokens: int, num_la
         latent_dim = _size(config, "kv_lora_rank")
         width = latent_dim + _size(config, "qk_rope_head_dim")
         return KVLayout(num_layers, 1, width, block_tokens, dtype, latent_dim=latent_dim)
+    if places := layer_heads(config):
+        pool_layers = max(place.layers.stop for place in places)
+        return KVLayout(pool_layers, places[0].kv_heads, places[0].head_dim, block_tokens, dtype)
     heads = _size(config, "num_attention_heads")
     kv_heads = _size(config, "num_key_value_heads", heads)
     if config.model_type == "falcon":  # `num_kv_heads` counts in some of its models only
@@ -116,6 +120,30 @@ def layout_of(config: PreTrainedConfig, *, dtype: str, block_tokens: int, num_la
     return KVLayout(num_layers, kv_heads, head_dim, block_tokens, dtype)
 
 
+def layer_heads(config: PreTrainedConfig) -> tuple[LayerHeads, ...]:
+    """Where each layer's heads lie if layers differ in their attention, or keys and values in size, or if layers read
+    the KV of others; empty: all layers are alike, and each has KV of its own.
+    """
+    kv_heads, dims = (_of_layers(config, name) for name in ("num_key_value_heads", "head_dim"))
+    values, types = dims, getattr(config, "layer_types", None)
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
+    if config.model_type == "mimo_v2_flash":
+        kv_heads = [kv_heads[0] * (1 + (kind == "sliding_attention")) for kind in config.layer_types]
+        values = [config.v_head_dim]
+    if not types or (not shared and all(one == of[0] for of in (kv_heads, [*dims, *values]) for one in of)):
+        return ()
+    own = max(0, len(types) - shared)
+    sizes = [HeadSizes(*(of[layer % len(of)] for of in (kv_heads, dims, values))) for layer in range(len(types))]
+    # A layer without KV reads that of the last layer of its type that has some.
+    last = {kind: layer for layer, kind in enumerate(types[:own])}
+    if missing := ", ".join(sorted({*types} - {*last})):
+        raise ModelError(
+            f"{config.model_type} has no {missing} layer with KV of its own: its {shared} last layers read the KV of "
+            "others (num_kv_shared_layers)"
+        )
+    return divided_heads(sizes, [layer if layer < own else last[kind] for layer, kind in enumerate(types)])
+
+
 def max_positions(config: PreTrainedConfig, *, max_model_len: int | None = None) -> int:
     """Largest number of positions that the model can serve, if requests have up to `max_model_len` tokens (None: no
     limit). It depends on the type of the rotary embedding:
@@ -123,7 +151,8 @@ def max_positions(config: PreTrainedConfig, *, max_model_len: int | None = None)
     YaRN       scales all positions alike: the original bound times the factor, or the config's bound if that is larger
     LongRoPE   has two sets of frequencies, and `takes_long_rope` chooses one set for all requests. The short set is
                valid up to `original_max_position_embeddings`
-    dynamic    (NTK scaling) changes the frequencies with the length: the bound is the length at which scaling begins
+    dynamic    (NTK scaling) changes the frequencies with the length: the bound is the length at which scaling begins,
+               or `scaled_length`, whose frequencies are then used for all requests
 
     Positions that `counted_token` leaves out do not count. Raises ModelError when the config gives no bound.
     """
@@ -132,6 +161,8 @@ def max_positions(config: PreTrainedConfig, *, max_model_len: int | None = None)
         before = rope.get("original_max_position_embeddings") or declared
         if rope["rope_type"] == "yarn":
             bound = max(bound, int(before * (rope.get("factor") or 1)))
+        elif length := scaled_length(config, max_model_len=max_model_len):
+            bound = length
         elif rope["rope_type"] in _SWITCHING_ROPE and not takes_long_rope(config, max_model_len=max_model_len):
             bound = min(bound, before)
     padding = counted_token(config)
@@ -143,6 +174,17 @@ def _length_without_positions(config: PreTrainedConfig) -> int | None:
     if config.model_type == "mpt":
         return _size(config, "max_seq_len")
     return None if attends(config) and config.model_type != "bloom" else _UNBOUNDED
+
+
+def scaled_length(config: PreTrainedConfig, *, max_model_len: int | None) -> int | None:
+    """The length whose frequencies all requests get, if they need dynamic NTK scaling for up to `max_model_len` tokens;
+    None: they do not, or do not say so.
+    """
+    (rope, *others) = [*_ropes(config)] or [{}]
+    if others or rope.get("rope_type") != "dynamic" or max_model_len is None:
+        return None
+    declared = _size(config, "max_position_embeddings")
+    return min(max_model_len, int(declared * rope["factor"])) if max_model_len > declared else None
 
 
 def takes_long_rope(config: PreTrainedConfig, *, max_model_len: int | None) -> bool:
@@ -163,7 +205,7 @@ def _refusal_by_type(config: PreTrainedConfig) -> str | None:
         return f"{kind} is an encoder-decoder, or half of one: only decoder-only models are served"
     if config.get_text_config() is not config:
         return f"{kind} takes more than text: only text models are served"
-    if parts := [part for part in config.sub_configs if part not in _PARTS]:
+    if kind not in TEXT_ALONE and (parts := [part for part in config.sub_configs if part not in _PARTS]):
         return f"{kind} consists of several models ({', '.join(parts)}): only models that take text alone are served"
     if not causal_classes(config):
         return f"{kind} is no causal language model: only causal language models are served"
@@ -178,8 +220,6 @@ def _refusal_by_fields(config: PreTrainedConfig) -> str | None:
             f"{kind} has latent attention (kv_lora_rank {rank}) of a kind that was not compared, or that chooses its "
             f"tokens by an index: latent attention is served for {', '.join(sorted(SERVED_LATENT))}"
         )
-    if chunk := _of_any_layer(config, "attention_chunk_size"):
-        return f"{kind} attends in chunks of {chunk} tokens: only full and sliding attention are served"
     types, stateful = set(getattr(config, "layer_types", None) or ()), has_recurrent_states(config)
     served = _SERVED_LAYERS | _STATEFUL_LAYERS if stateful else _SERVED_LAYERS
     if others := sorted(types - served):
@@ -197,11 +237,6 @@ def _refusal_by_fields(config: PreTrainedConfig) -> str | None:
             f"{kind} bounds the time steps of its recurrent layers (time_step_limit {list(limit)}), but transformers "
             "does so in prompts only: a token would change the state differently when it is generated. Only "
             "[0, Infinity] is served"
-        )
-    if shared := getattr(config, "num_kv_shared_layers", None):
-        return (
-            f"{kind} has {shared} layers that read the KV of others (num_kv_shared_layers): "
-            "each layer needs KV of its own"
         )
     if getattr(config, "alibi", False):
         return f"{kind} rounds what it adds to attention by distance (ALiBi) to bfloat16: only exact slopes are served"

@@ -7,7 +7,7 @@ contributes to each token. The scan is replaced in the layer's own forward, and 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -19,11 +19,17 @@ _SCAN = "mamba_selective_scan"
 
 
 class ContinuedScan:
-    """The scan of one layer. `first`: the state to begin with, `[rows, channels, state size]`; None: zeros."""
+    """The scan of one layer."""
 
     def __init__(self, scan: Callable[..., Any]) -> None:
         self._scan = scan
-        self.first: torch.Tensor | None = None
+        self._firsts: Iterator[torch.Tensor] = iter(())
+
+    def continue_from(self, state: torch.Tensor | None) -> None:
+        """The state to begin the next scan with, `[rows, channels, state size]`, or the next scans, `[rows, scans,
+        channels, state size]`: Zamba has one for each head. None: zeros.
+        """
+        self._firsts = iter(() if state is None else state.unbind(1) if state.ndim == 4 else (state,))
 
     def __call__(
         self,
@@ -44,12 +50,13 @@ class ContinuedScan:
         """
         how = {"z": z, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
         found = self._scan(inputs, steps, decays, keys, queries, **how, return_last_state=return_last_state, **others)
-        if self.first is None or not return_last_state:
+        first = next(self._firsts, None)
+        if first is None or not return_last_state:
             return found
         outputs, last = found
         steps = steps if delta_bias is None else steps + delta_bias.to(steps.dtype)[..., None]
         steps = softplus(steps) if delta_softplus else steps
-        left = torch.exp(decays[None, :, None] * steps.float().cumsum(-1)[..., None]) * self.first[:, :, None]
+        left = torch.exp(decays[None, :, None] * steps.float().cumsum(-1)[..., None]) * first[:, :, None]
         added = torch.einsum("rctn,rnt->rct", left, queries.float())
         added = added if z is None else added * silu(z)
         return outputs + added.to(outputs.dtype), last + left[:, :, -1]

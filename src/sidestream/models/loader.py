@@ -29,18 +29,20 @@ from sidestream.models.config_checks import (
     ModelParts,
     check_servable,
     has_recurrent_states,
+    layer_heads,
     max_positions,
     parts_of,
+    scaled_length,
     takes_long_rope,
 )
 from sidestream.models.directory import check_config, local_directory, name_of
 from sidestream.models.fp8 import Kept, kept_eight_bits
 from sidestream.models.precision import Precision, choose_precision
 from sidestream.models.recurrent import unbind_time_steps
-from sidestream.models.rope import fix_longrope
+from sidestream.models.rope import fix_dynamic_rope, fix_longrope
 from sidestream.models.self_check import check_paged, reference
 from sidestream.models.shard import ShardCheck, check_same, rank_fingerprint, retie, shard, share_of
-from sidestream.models.text_part import text_config, text_module, whole_class
+from sidestream.models.text_part import find_base_model, text_config, text_module, whole_class
 from sidestream.models.weights import (
     Checkpoint,
     check_files,
@@ -81,8 +83,8 @@ def load_model(
     dtype           `"auto"`: the checkpoint's dtype, or float32 on a CPU that computes much faster in float32
                     (`models/precision.py`)
     block_tokens    tokens of a block; None: the default for this model and device (`config.default_block_tokens`)
-    max_model_len   tokens of the longest request; None: the model's limit. With LongRoPE, this number selects the
-                    factors, and so affects the KV and the fingerprint
+    max_model_len   tokens of the longest request; None: the model's limit. With LongRoPE and dynamic scaling, this
+                    number selects the frequencies, and so affects the KV and the fingerprint
     group           the ranks of tensor parallelism, which call this together; the result has this rank's share of the
                     weights and KV heads, and its forward must be called by all ranks together. None: one rank
 
@@ -115,9 +117,7 @@ def load_model(
                 device=device,
                 ranks=ranks,
             )
-        long_rope = takes_long_rope(text, max_model_len=max_model_len)
-        fix_longrope(module, long=long_rope)
-        variant = "long rope" if long_rope else ""
+        variant = _fix_ropes(module, text, max_model_len)
         if unbind_time_steps(module):
             variant += "unbound time steps"
         # Computed on the host, so that the fingerprint is the same on every device.
@@ -148,6 +148,16 @@ def load_model(
     return model
 
 
+def _fix_ropes(module: Any, text: PreTrainedConfig, max_model_len: int | None) -> str:
+    """Make rotary embeddings independent of the batch; in place. Returns a name of what was chosen, or nothing."""
+    long_rope = takes_long_rope(text, max_model_len=max_model_len)
+    fix_longrope(module, long=long_rope)
+    if length := scaled_length(text, max_model_len=max_model_len):
+        fix_dynamic_rope(module, length)
+        return f"rope for {length}"
+    return "long rope" if long_rope else ""
+
+
 def _shard(module: Any, group: Group, fingerprint: str, device: torch.device) -> None:
     """Reduce a whole module to this rank's share, on `device`. Raises ModelError."""
     check_same(group, fingerprint, device)
@@ -172,6 +182,11 @@ def _parts_of_rank(
     if parts.state is not None:
         raise ModelError(
             f"{config.model_type} keeps recurrent state, which is not divided over ranks: run this model on one rank"
+        )
+    if layer_heads(config):
+        raise ModelError(
+            f"{config.model_type} has layers that differ in their heads, or read the KV of others, which are not "
+            "divided over ranks: run this model on one rank"
         )
     share = share_of(config, size=ranks)
     kv_heads = 1 if parts.kv.latent_dim else share.num_kv_heads  # every rank has the whole latents
@@ -357,7 +372,7 @@ def read_module(
     _refuse_contradicted_tie(module)
     if kept is not None:
         kept.restore(module)
-    return (module if text is config else text_module(module)).eval()
+    return find_base_model(module if text is config else text_module(module)).eval()
 
 
 def _from_state_dict(

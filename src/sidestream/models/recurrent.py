@@ -30,7 +30,7 @@ from sidestream_kv.device.kinds import on_gpu
 from sidestream_kv.kv.layout import DTYPE_BYTES
 from sidestream_kv.kv.state_layout import StateLayout, StateTensor
 
-_KEEPS_STATE = frozenset({"update_conv_state", "update_recurrent_state"})
+_KEEPS_STATE = frozenset({"update_conv_state", "update_recurrent_state", "set_linear_cache"})
 _ATTENDS = frozenset({"ALL_ATTENTION_FUNCTIONS"})
 Compute = Callable[[torch.Tensor, StateBatch | None], torch.Tensor]
 """Computes a layer's output for hidden states `[1, T, hidden_size]`, with the states of a batch. Without a batch
@@ -55,14 +55,14 @@ def keeps_state(module_class: type) -> bool:
 
 def attention_layers(module: nn.Module) -> list[int]:
     """The numbers, in the model, of the layers that use transformers' attention interface, in order."""
-    return sorted(part.layer_idx for part in _attending(module))
+    return [layer if part.layer_idx is None else part.layer_idx for layer, part in enumerate(_attending(module))]
 
 
 def number_attention_layers(module: nn.Module, *, first: int = 0) -> None:
     """Renumber the attention layers consecutively from `first` on, because the block pool has KV of attention layers
     only.
     """
-    for layer, part in enumerate(sorted(_attending(module), key=lambda part: part.layer_idx), first):
+    for layer, part in enumerate(_attending(module), first):
         part.layer_idx = layer
 
 
@@ -116,7 +116,7 @@ def state_layout_of(module: nn.Module, config: PreTrainedConfig) -> StateLayout 
         keep_kernels_on_gpu(type(part))
         parameter = next(part.parameters())
         hidden = torch.zeros(1, 2, config.hidden_size, dtype=parameter.dtype, device=parameter.device)
-        cache = DynamicCache(config=config)
+        cache = _EmptyStates(config=config)
         kept = cache.layers[layer]
         if not isinstance(kept, LinearAttentionCacheLayerMixin):
             raise ModelError(
@@ -124,7 +124,7 @@ def state_layout_of(module: nn.Module, config: PreTrainedConfig) -> StateLayout 
                 "for this layer of the config"
             )
         with torch.inference_mode():
-            part(hidden, **{_cache_argument(part): cache})
+            _called(part)(hidden, **{_cache_argument(part): cache})
         for kind, states in (("conv", kept.conv_states), ("recurrent", kept.recurrent_states)):
             for index, state in states.items():
                 if state is None:
@@ -172,6 +172,7 @@ class StatefulLayers:
     def _replace_forward(self, layer: int, part: nn.Module) -> None:
         keep_kernels_on_gpu(type(part))
         (own, scan), argument = continued(part), _cache_argument(part)
+        own, in_pair = _called(part, own), "set_linear_cache" in type(part).forward.__code__.co_names
         kernels = _kernels(part, layer)
         self.needs_chunk_lengths |= kernels is None
 
@@ -181,10 +182,12 @@ class StatefulLayers:
                 return output
             return _packed(own, argument, layer, hidden_states, batch, kernels, scan)
 
-        def forward(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        def forward(hidden_states: torch.Tensor, *_: Any, **__: Any) -> Any:
             if self._observe is None:
-                return compute(hidden_states, self._batch)
-            return self._observe(layer, hidden_states, self._batch, compute)
+                output = compute(hidden_states, self._batch)
+            else:
+                output = self._observe(layer, hidden_states, self._batch, compute)
+            return (output, None) if in_pair else output
 
         part.forward = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
 
@@ -211,17 +214,47 @@ def _packed(
 
     def advance(inputs: torch.Tensor, states: States) -> torch.Tensor:
         if scan is not None:
-            scan.first = states["recurrent", 0]
+            scan.continue_from(states["recurrent", 0])
         try:
             return own(inputs, **{argument: _RowStates(layer, states)})
         finally:
             if scan is not None:
-                scan.first = None
+                scan.continue_from(None)
 
     return batch.compute(layer, hidden[0], advance, kernels=kernels)[None]
 
 
-class _RowStates:
+def _called(part: nn.Module, own: Callable[..., Any] | None = None) -> Callable[..., torch.Tensor]:
+    """The forward of a layer, without its other arguments, which recurrent layers ignore, and other results."""
+    parameters = inspect.signature(type(part).forward).parameters.values()
+    needed = [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD][2:]
+
+    def call(hidden: torch.Tensor, **cache: Any) -> torch.Tensor:
+        found = (own or part)(hidden, **{**dict.fromkeys(needed), **cache})
+        output: torch.Tensor = found[0] if isinstance(found, tuple) else found
+        return output
+
+    return call
+
+
+class _LinearCache:
+    """A cache that MiniMax's layers can use, which have methods of their own for recurrent state."""
+
+    layers: Any
+
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        state: torch.Tensor | None = self.layers[layer_idx].recurrent_states[0]
+        return state
+
+    def set_linear_cache(self, layer_idx: int, state: torch.Tensor) -> None:
+        self.layers[layer_idx].update_recurrent_state(state)
+
+
+class _EmptyStates(_LinearCache, DynamicCache):  # type: ignore[misc]
+    """The cache of a whole model."""
+
+
+class _RowStates(_LinearCache):
     """The cache object that a layer gets in place of `transformers.Cache`. It holds the states of the rows, and the
     layer changes the states in place.
     """
@@ -257,11 +290,9 @@ class _RowStates:
 
 
 def _attending(module: nn.Module) -> list[Any]:
-    return [
-        part
-        for part in module.modules()
-        if _uses(type(part), _ATTENDS) and isinstance(getattr(part, "layer_idx", None), int)
-    ]
+    """The modules with attention, by the number of their layer; Zamba's have none, and are in order."""
+    found: list[Any] = [part for part in module.modules() if _uses(type(part), _ATTENDS) and hasattr(part, "layer_idx")]
+    return sorted(found, key=lambda part: part.layer_idx or 0)
 
 
 def _cache_argument(part: nn.Module) -> str:

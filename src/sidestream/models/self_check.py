@@ -26,14 +26,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from sidestream.attention.interface import AttentionBackend, AttentionBatch, AttentionSpec, BatchRows, ungated
+from sidestream.attention.interface import Attended, AttentionBackend, AttentionBatch, AttentionSpec, BatchRows, ungated
 from sidestream.attention.registry import select_backend
 from sidestream.attention.states import StateBatch, StatePool
 from sidestream.errors import ModelError
-from sidestream.models.adapter import PAGED, OpaqueBatch, PagedModel, paged_attention_hook
+from sidestream.models.adapter import PAGED, OpaqueBatch, PagedModel, attention_window, paged_attention_hook
 from sidestream.models.config_checks import max_positions
 from sidestream.models.latent import keys_and_values
+from sidestream.models.layer_heads import LayerHeads
 from sidestream.models.recurrent import Compute, Observer
+from sidestream_kv.kv.layout import AttentionChunk, window_start
 from sidestream_kv.kv.state_layout import RESERVED_STATES
 
 # Bound of a layer's attention, or of a module with attention code of its own: root mean square of the difference,
@@ -85,7 +87,7 @@ def reference(model: PagedModel) -> Reference:
     """The reference pass. Raises ModelError when paged attention differs in any layer."""
     tokens = _tokens(model).to(model.module.device)
     pool, attention = _pool(model), _attention(model)
-    compared = _Compared([_batch(attention, pool, start, end, ungated) for start, end in _CHUNKS])
+    compared = _Compared([model.opaque(_batch(attention, pool, start, end, ungated)) for start, end in _CHUNKS])
     stateful: dict[int, torch.Tensor] = {}
     states = _state_pool(model)
 
@@ -110,6 +112,9 @@ def reference(model: PagedModel) -> Reference:
     _check_reached(compared.layers, model.num_attention_layers)
     # Another window than the narrowed one is not known to be the layer's own: then the layer counts as without one.
     windows = tuple(narrowed if window == _WINDOW else 0 for window in compared.passed_windows)
+    if model.places:
+        own = dict(zip((place.layers for place in model.places), windows, strict=True))
+        windows = tuple(window for layers, window in own.items() for _ in layers)
     return Reference(compared.attended, stateful, logits[0].float(), windows if any(windows) else ())
 
 
@@ -143,8 +148,8 @@ def _judge(model: PagedModel, what: str, difference: torch.Tensor, spread: torch
 class _Compared(OpaqueBatch):
     """The batch of the reference pass: its chunks for the paged path, and the attention output of each layer."""
 
-    def __init__(self, chunks: list[AttentionBatch]) -> None:
-        super().__init__(chunks[0])
+    def __init__(self, chunks: list[OpaqueBatch]) -> None:
+        super().__init__(chunks[0].batch)
         self.chunks = chunks
         self.layers: list[int] = []
         self.attended: list[torch.Tensor] = []
@@ -167,8 +172,9 @@ def _compared_attention_hook(
     paged = []
     for chunk, (start, end) in zip(paged_batch.chunks, _CHUNKS, strict=True):
         q, k, v = (states[:, :, start:end] for states in (query, key, value))
-        paged.append(paged_attention_hook(module, q, k, v, None, paged_batch=OpaqueBatch(chunk), **named)[0])
-    _check_mask(module, attention_mask, named.get("sliding_window"))
+        paged.append(paged_attention_hook(module, q, k, v, None, paged_batch=chunk, **named)[0])
+    window = attention_window(module, named.get("sliding_window"))
+    _check_mask(module, attention_mask, window)
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", _causal_attention)
     mask = attention_mask if attention_mask is None or attention_mask.dtype == torch.bool else attention_mask.float()
     key, value = keys_and_values(module, key, value)
@@ -184,7 +190,7 @@ def _compared_attention_hook(
         )
     paged_batch.layers.append(module.layer_idx)
     paged_batch.attended.append(expected[0].to(query.dtype))
-    paged_batch.passed_windows.append(named.get("sliding_window") or 0)
+    paged_batch.passed_windows.append(window or 0)
     return expected.to(query.dtype), None
 
 
@@ -240,7 +246,7 @@ def _check_mask(module: Any, mask: torch.Tensor | None, window: int | None) -> N
     seen = mask if mask.dtype == torch.bool else mask == 0
     positions = torch.arange(_NUM_TOKENS, device=mask.device)
     behind = positions[:, None] - positions
-    expected = (behind >= 0) & (behind < (window or _NUM_TOKENS))
+    expected = (behind >= 0) & (positions >= window_start(positions[:, None], window or _NUM_TOKENS))
     if not bool((seen == expected).all()):
         window_text = f"a sliding window of {window} tokens" if window else "no sliding window"
         raise ModelError(
@@ -262,9 +268,8 @@ def _replay(model: PagedModel, expected: Reference) -> tuple[list[torch.Tensor],
     logits: list[torch.Tensor] = []
     for start, end in _CHUNKS:
         reached: list[int] = []
-        batch = _Replayed(
-            _batch(attention, pool, start, end, reached.append), attended, [own[start:end] for own in expected.attended]
-        )
+        batch = model.opaque(_batch(attention, pool, start, end, reached.append))
+        batch.batch = _Replayed(batch.batch, attended, [own[start:end] for own in expected.attended])
         rows = torch.arange(end - start, device=device)
 
         def replace(
@@ -284,7 +289,7 @@ def _replay(model: PagedModel, expected: Reference) -> tuple[list[torch.Tensor],
             logits.append(model.forward(tokens[start:end], rows + start, batch, rows, states=kept))
             if kept is not None:
                 logits[-1] = kept.finish(logits[-1], rows)
-        _check_reached(reached, num_layers)
+        _check_reached(reached, num_layers, model.places)
     outputs = {layer: torch.cat(parts) for layer, parts in stateful.items()}
     return [torch.cat(layer) for layer in attended], outputs, torch.cat(logits).float()
 
@@ -348,8 +353,8 @@ def _state_batch(pool: StatePool, chunk: int, start: int, end: int, *, checked: 
     )
 
 
-def _check_reached(layers: list[int], num_layers: int) -> None:
-    if layers != list(range(num_layers)):
+def _check_reached(layers: list[int], num_layers: int, places: tuple[LayerHeads, ...] = ()) -> None:
+    if layers != ([layer for place in places for layer in place.layers] or list(range(num_layers))):
         raise ModelError(
             f"its attention used layers {layers} of {num_layers}: layers must attend "
             "once each, in order, with their own keys and values"
@@ -360,7 +365,7 @@ def _check_reached(layers: list[int], num_layers: int) -> None:
 class _Replayed:
     """A batch whose attention appends the paged output to `attended` and returns the reference's output."""
 
-    batch: AttentionBatch
+    batch: Attended
     attended: list[list[torch.Tensor]]
     expected: list[torch.Tensor]
 
@@ -434,15 +439,16 @@ def _narrow_windows(module: Any) -> Iterator[int]:
     A window that is not shorter than the model's context stays: some models declare such a window, but do not pass it
     to their attention.
     """
-    window = getattr(module.config, "sliding_window", None) or 0
+    chunk = getattr(module.config, "attention_chunk_size", None)
+    name, window = "sliding_window", getattr(module.config, "sliding_window", None) or 0
+    if chunk:
+        name, window = "attention_chunk_size", AttentionChunk(chunk)
     binds = 0 < window < max_positions(module.config)
-    holders = [
-        part for part in (module.config, *module.modules()) if binds and getattr(part, "sliding_window", None) == window
-    ]
+    holders = [part for part in (module.config, *module.modules()) if binds and getattr(part, name, None) == window]
     for part in holders:
-        part.sliding_window = _WINDOW
+        setattr(part, name, _WINDOW)
     try:
         yield window if binds else 0
     finally:
         for part in holders:
-            part.sliding_window = window
+            setattr(part, name, int(window))

@@ -123,6 +123,14 @@ def _start_of(split, wide_tokens, SPLIT_TOKENS: tl.constexpr, NARROW_SPLITS: tl.
 
 
 @triton.jit
+def _window_start(position, window, WINDOW: tl.constexpr):
+    """See `sidestream_kv.kv.layout.window_start`; never negative. WINDOW: 1 for a sliding window, 2 for chunks."""
+    if WINDOW == 2:
+        return tl.maximum(0, position) // window * window
+    return tl.maximum(0, position - window + 1)
+
+
+@triton.jit
 def _splits(
     query_len, kv_len, window, SPLIT_TOKENS: tl.constexpr, NARROW_SPLITS: tl.constexpr, WIDE_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr, TILE_TOKENS: tl.constexpr,
@@ -133,7 +141,7 @@ def _splits(
     first_split = query_len * 0
     if WINDOW:
         first_split = _split_of(
-            tl.maximum(0, kv_len - query_len - window + 1), WIDE_TOKENS, SPLIT_TOKENS, NARROW_SPLITS
+            _window_start(kv_len - query_len, window, WINDOW), WIDE_TOKENS, SPLIT_TOKENS, NARROW_SPLITS
         )
     stop_split = tl.where(kv_len > 0, _split_of(kv_len - 1, WIDE_TOKENS, SPLIT_TOKENS, NARROW_SPLITS) + 1, 0)
     return tl.cdiv(query_len, TILE_TOKENS), first_split, stop_split - first_split
@@ -299,7 +307,7 @@ def _attend_kv_tiles(
             key_positions = tile + offsets
             is_visible = key_positions[None, :] <= positions[:, None]
             if WINDOW:
-                is_visible &= key_positions[None, :] > positions[:, None] - window
+                is_visible &= key_positions[None, :] >= _window_start(positions, window, WINDOW)[:, None]
             # Mask the raw scores, before they are multiplied: otherwise the compiler would fuse other operations than
             # in an unmasked tile, and the bits would differ.
             scores = tl.where(is_visible, scores, float("-inf"))
@@ -336,7 +344,7 @@ def _queries(
     first = kv_len - query_len + begin
     low_key = 0
     if WINDOW:
-        low_key = tl.maximum(0, first - window + 1)
+        low_key = _window_start(first, window, WINDOW)
     return (
         q,
         query_start + tokens,
@@ -586,7 +594,7 @@ def attend(
         diagonal = (first + 1) // BLOCK_N * BLOCK_N
         full = edge
         if WINDOW:
-            full = tl.cdiv(tl.maximum(high_key - window, 0), BLOCK_N) * BLOCK_N
+            full = tl.cdiv(_window_start(high_key - 1, window, WINDOW), BLOCK_N) * BLOCK_N
             max_score, weight_sum, acc = _attend_kv_tiles(
                 q, rotated, max_score, weight_sum, acc, keys, values, table, edge, full, low_key, high_key,
                 positions, slope, window, cap_scale, exponent, block_stride, offset_stride,
@@ -710,7 +718,7 @@ def combine(
     wide_tokens = tl.where(row < split_rows, SPLIT_TOKENS, WIDE_TOKENS)
     first, last = 0, _split_of(position, wide_tokens, SPLIT_TOKENS, NARROW_SPLITS)
     if WINDOW:
-        first = _split_of(tl.maximum(0, position - window + 1), wide_tokens, SPLIT_TOKENS, NARROW_SPLITS)
+        first = _split_of(_window_start(position, window, WINDOW), wide_tokens, SPLIT_TOKENS, NARROW_SPLITS)
     dims = tl.arange(0, PADDED_DIM)
     max_score = float("-inf")
     weight_sum = 0.0

@@ -20,6 +20,7 @@ from sidestream.attention.triton.batch import BatchLocation
 from sidestream.attention.triton.workspace import LONG_TOKENS, ContiguousKV, SplitKVWorkspace, Tile, Tiles
 from sidestream.errors import ConfigError, InvariantError
 from sidestream_kv.device.kinds import on_gpu
+from sidestream_kv.kv.layout import AttentionChunk
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_HEAD_DIM, _MAX_LATENT_DIM = 256, 512
@@ -120,7 +121,7 @@ def paged_attention(
             sliding_window or 0, cap_scale, exponent, batch.block_tables.stride(0), *query.stride()[:2], *pool_strides,
             SPLIT_TOKENS=workspace.tokens if workspace else 0,
             NARROW_SPLITS=workspace.narrow_splits if workspace else 0, WIDE_TOKENS=wide_tokens,
-            WINDOW=sliding_window is not None, CAPPED=softcap is not None, SINKS=sinks is not None,
+            WINDOW=_window_kind(sliding_window), CAPPED=softcap is not None, SINKS=sinks is not None,
             ALIBI=slopes is not None, KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim,
             PADDED_DIM=_power_of_two(head_dim), ROTATED_DIM=rotated_dim, PADDED_ROTATED=_power_of_two(rotated_dim),
             BLOCK_TOKENS=pool.shape[2], BLOCK_M=_lines(tile, group), BLOCK_N=tile.keys, num_warps=_warps(tile, group),
@@ -172,7 +173,7 @@ def _combine(
         batch.cu_seqlens_q, batch.kv_lens,
         batch.rows_in_splits, batch.split_rows, workspace.max_scores.shape[1], sliding_window or 0,
         SPLIT_TOKENS=workspace.tokens, NARROW_SPLITS=workspace.narrow_splits, WIDE_TOKENS=workspace.wide_tokens,
-        WINDOW=sliding_window is not None, SINKS=sinks is not None,
+        WINDOW=_window_kind(sliding_window), SINKS=sinks is not None,
         HEADS=heads, HEAD_DIM=head_dim, PADDED_DIM=_power_of_two(head_dim),
         num_warps=1, **_overlap(out.device).launch_options,
     )  # fmt: skip
@@ -270,6 +271,11 @@ def _overlap(device: torch.device) -> _Overlap:
     """On for Hopper and later GPUs; off for older GPUs and in Triton's interpreter."""
     on = on_gpu(device) and torch.cuda.get_device_capability(device) >= (9, 0)
     return _Overlap(on, {"OVERLAP": on, "launch_pdl": True} if on else {"OVERLAP": False})
+
+
+def _window_kind(window: int | None) -> int:
+    """See `_window_start` of the kernels; 0: there is no window."""
+    return 0 if window is None else 2 if isinstance(window, AttentionChunk) else 1
 
 
 def _factors(scale: float, softcap: float | None) -> tuple[float, float]:

@@ -7,9 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class AttentionChunk(int):
+    """The window of a layer with chunked attention, in tokens: sequences are divided into chunks of so many tokens, and
+    a token attends to its own chunk. So the window begins at the chunk's border, and is at most as long as a chunk.
+    """
 
 
 class BlockLayout(Protocol):
@@ -67,8 +73,9 @@ class KVLayout:
 
     block_tokens   tokens in a block
     dtype          `"float32"`, `"float16"` or `"bfloat16"`
-    windows        for each layer from the first on, the number of tokens of its sliding window; 0, and layers after
-                   the last entry: the layer attends to all tokens. No property of the bytes, so not part of `describe`
+    windows        for each layer from the first on, the number of tokens of its sliding window, or its
+                   `AttentionChunk`; 0, and layers after the last entry: the layer attends to all tokens. No property of
+                   the bytes, so not part of `describe`
     latent_dim     0: a token has a key and a value in each layer. Otherwise it has one vector, which all query heads
                    share: `latent_dim` elements of a latent, which is key and value, then the rotated part of the key
     """
@@ -166,4 +173,15 @@ def blocks_before_window(position: int, window: int, block_tokens: int) -> int:
     sliding window of `window` tokens. Such a layer attends to the positions `(position - window, position]`; 0: to all.
     Of the blocks before `position`, the last one always counts as attended to.
     """
-    return max(0, position + 1 - max(2, window)) // block_tokens if window else 0
+    if not window:
+        return 0
+    first: int = min(window_start(position, window), position - 1)
+    return max(0, first) // block_tokens
+
+
+def window_start(position: Any, window: int) -> Any:
+    """The first position to which a token at `position` attends, an int or a tensor of ints, in a layer with a window
+    of `window` tokens or in chunks. May be negative.
+    """
+    # rule: attention-chunk-reaches-back-to-its-border
+    return position // window * window if isinstance(window, AttentionChunk) else position + 1 - window
