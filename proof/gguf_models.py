@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from sidestream.models.gguf_file import QUANTISED, TENSOR_NAMES
 
 _KINDS = {kind.name: kind for kind in QUANTISED}
-# Places of the scales in a block, float16, and the standard deviation of its values over the first scale; a second scale
-# belongs to the smallest value, and is that many times the first one.
+# Places of the scales in a block, float16, and the standard deviation of its values over the first scale; a second
+# scale belongs to the smallest value, and is that many times the first one.
 _SCALES: dict[str, tuple[tuple[int, ...], float, float]] = {
     "Q4_0": ((0,), 4.6, 0),
     "Q4_1": ((0, 2), 4.6, -7.5),
@@ -32,7 +32,6 @@ _SCALES: dict[str, tuple[tuple[int, ...], float, float]] = {
     "IQ4_NL": ((0,), 70.0, 0),
     "IQ4_XS": ((0,), 1300.0, 0),
 }
-_CHUNK_ROWS = 4096
 
 
 def random_blocks(kind: str, rows: int, columns: int, random: np.random.Generator, *, deviation: float) -> NDArray[Any]:
@@ -119,6 +118,7 @@ def _kind(name: str, shape: tuple[int, ...], kinds: dict[str, str]) -> str:
 
 def _values(name: str, shape: tuple[int, ...], kind: str, random: np.random.Generator) -> NDArray[Any]:
     if kind in _KINDS:
-        return random_blocks(kind, *shape, random, deviation=0.5 * shape[-1] ** -0.5)
+        rows, columns = shape
+        return random_blocks(kind, rows, columns, random, deviation=0.5 * columns**-0.5)
     drawn = random.normal(0, 0.1, shape).astype(np.float32)
     return drawn if name.endswith("bias") else 1 + drawn

@@ -8,8 +8,8 @@ import torch
 
 from sidestream.models.config_checks import max_positions
 from sidestream.models.directory import local_directory, name_of
-from sidestream.models.packed import gguf_of, packing
 from sidestream.models.loader import cache_parts, naming_model, precision_of, read_config
+from sidestream.models.packed import gguf_of, packing
 from sidestream.models.text_part import text_config
 from sidestream.models.weights import stored_dtype_and_bytes
 from sidestream_kv.kv.layout import DTYPE_BYTES

@@ -13,10 +13,9 @@ import ctypes
 import functools
 import importlib.util
 import logging
-import os
 import weakref
 from collections.abc import Callable, Iterable
-from ctypes import POINTER, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
+from ctypes import c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +89,9 @@ class Ggml:
         weight[range(32), range(2, 34)] = 2
         matrix = Matrix(self, torch.from_numpy(weight), 8, (32, 32))
         states = torch.arange(-32.0, 32.0).view(2, 32)
-        if (matrix.product(states) - states).abs().max() > 0.2 or not matrix.rows(torch.arange(32)).equal(torch.eye(32)):
+        if (matrix.product(states) - states).abs().max() > 0.2 or not matrix.rows(torch.arange(32)).equal(
+            torch.eye(32)
+        ):
             raise OSError("it computes a wrong product")
 
     def supports(self, name: str, number: int, values: int, num_bytes: int) -> bool:

@@ -1,4 +1,4 @@
-"""Reads GGUF files: their tensors, by the names that transformers has for them. Quantised bytes stay in the mapped file.
+"""Reads GGUF files: their tensors, by transformers' names. Quantised bytes stay in the mapped file.
 
 Called while a model loads, on the loading thread. Knows no kernels (`ggml.py`) and no modules (`packed.py`). Config and
 tokenizer are those of the directory, because a GGUF file has neither in full. Error messages say "its" for the model,
@@ -134,8 +134,9 @@ class GgufTensor:
 
 def halved(values: Tensor, heads: int, *, dim: int) -> Tensor:
     """Reorder rows of Q or K, or what they compute, from GGUF's order to transformers': see `GgufTensor`."""
-    pairs = values.unflatten(dim, (heads, -1, 2))
-    return pairs.transpose(dim + 1, dim + 2).reshape(values.shape)
+    shape = values.shape
+    pairs = values.reshape(*shape[:dim], heads, shape[dim] // heads // 2, 2, *shape[dim + 1 :])
+    return pairs.transpose(dim + 1, dim + 2).reshape(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +158,9 @@ class GgufFile:
     def num_bytes(self, *, packed: bool, value_bytes: int) -> int:
         """Bytes of all weights, with `value_bytes` for each value that is not quantised, or not kept `packed`."""
         return sum(
-            tensor.stored.num_bytes if packed and tensor.kind in QUANTISED else math.prod(tensor.stored.shape) * value_bytes
+            tensor.stored.num_bytes
+            if packed and tensor.kind in QUANTISED
+            else math.prod(tensor.stored.shape) * value_bytes
             for tensor in self.tensors.values()
         )
 
@@ -176,7 +179,7 @@ class GgufFile:
             digest.update(f"{name} {tensor.kind.name} {list(tensor.stored.shape)}\n".encode())
             data = tensor.bytes().view(-1, tensor.row_bytes)
             for part in (data[:rows], data[-rows:]):
-                digest.update(part.contiguous().numpy())
+                digest.update(part.contiguous().numpy().data)
         return digest.hexdigest()
 
     def check_fits(self, config: Any) -> None:
@@ -235,7 +238,8 @@ def _read(path: Path, size: int, _changed_ns: int) -> GgufFile:
     architecture = str(fields["general.architecture"])
     if architecture not in _MODEL_TYPES:
         raise ModelError(
-            f"{path.name} holds a model of architecture {architecture}: of GGUF files, {', '.join(_MODEL_TYPES)} are served"
+            f"{path.name} holds a model of architecture {architecture}: of GGUF files, those of "
+            f"{', '.join(_MODEL_TYPES)} are served"
         )
     if int(fields.get("split.count", 1)) > 1:
         raise ModelError(f"{path.name} is a part of a model: merge the parts with llama-gguf-split --merge")

@@ -107,11 +107,7 @@ def load_model(
             precision = _precision(directory, config, dtype, device)
             logger.info("model %s: %s", name, precision)
             chosen = getattr(torch, precision.dtype)
-            kept: Kept | KeptPacked | None = None
-            if (gguf := gguf_of(directory, config)) is not None:
-                kept = kept_packed(gguf, device, chosen, ranks=ranks)
-            elif ranks == 1:
-                kept = kept_eight_bits(stored.state_dict, device, chosen)
+            kept = _kept(directory, config, stored, device, chosen, ranks=ranks)
             module = read_module(directory, config, stored, dtype=chosen, attention="eager", kept=kept)
             parts, num_heads = _parts_of_rank(
                 module.config,
@@ -151,6 +147,21 @@ def load_model(
         pack_linears(module)
         check_paged(model, expected)
     return model
+
+
+def _kept(
+    directory: Path,
+    config: PreTrainedConfig,
+    stored: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    ranks: int,
+) -> Kept | KeptPacked | None:
+    """The weights that stay quantised. Raises ModelError."""
+    if (gguf := gguf_of(directory, config)) is not None:
+        return kept_packed(gguf, device, dtype, ranks=ranks)
+    return None if ranks > 1 else kept_eight_bits(stored.state_dict, device, dtype)
 
 
 def _shard(module: Any, group: Group, fingerprint: str, device: torch.device) -> None:

@@ -17,7 +17,16 @@ from torch import Tensor, nn
 
 from sidestream.errors import InvariantError, ModelError
 from sidestream.models.ggml import Ggml, Matrix, library
-from sidestream.models.gguf_file import INSTALL, QUANTISED, GgufFile, GgufTensor, check_package, gguf_in, halved, read_gguf
+from sidestream.models.gguf_file import (
+    INSTALL,
+    QUANTISED,
+    GgufFile,
+    GgufTensor,
+    check_package,
+    gguf_in,
+    halved,
+    read_gguf,
+)
 from sidestream_kv.device.kinds import on_host
 from sidestream_kv.kv.layout import DTYPE_BYTES
 
@@ -64,7 +73,6 @@ class GgmlLinear(nn.Module):
         self.bias = bias
         self._matrix, self._interleaved = matrix, weight.interleaved
 
-    @torch.compiler.disable
     def forward(self, states: Tensor) -> Tensor:
         """`[..., in_features]` to `[..., out_features]`, in the dtype of `states`."""
         product = self._matrix.product(states.reshape(-1, self.in_features))
@@ -86,7 +94,6 @@ class GgmlEmbedding(nn.Module):
         self.register_buffer("packed", packed)
         self._matrix, self._dtype = matrix, dtype
 
-    @torch.compiler.disable
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids `[...]` to `[..., embedding_dim]`."""
         return self._matrix.rows(tokens.reshape(-1)).to(self._dtype).view(*tokens.shape, self.embedding_dim)
@@ -121,7 +128,7 @@ class KeptPacked:
                     continue
                 where = child.weight.data_ptr()
                 weight = self._weights[where][1]
-                matrix, packed = made[where] = made[where] if where in made else self._matrix(weight)
+                matrix, packed = made[where] = made[where] if where in made else self._made(weight)
                 if type(child) is nn.Linear:
                     setattr(parent, name, GgmlLinear(weight, matrix, packed, child.bias))
                 else:
@@ -129,7 +136,7 @@ class KeptPacked:
         if len(made) != len(self._weights):
             raise InvariantError(f"{len(self._weights) - len(made)} packed weights have no layer in the module")
 
-    def _matrix(self, weight: GgufTensor) -> tuple[Matrix, Tensor]:
+    def _made(self, weight: GgufTensor) -> tuple[Matrix, Tensor]:
         rows, columns = weight.stored.shape
         packed = weight.bytes()
         matrix = Matrix(self._ggml, packed, weight.kind.number, (rows, columns))
