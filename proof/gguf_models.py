@@ -119,6 +119,6 @@ def _kind(name: str, shape: tuple[int, ...], kinds: dict[str, str]) -> str:
 def _values(name: str, shape: tuple[int, ...], kind: str, random: np.random.Generator) -> NDArray[Any]:
     if kind in _KINDS:
         rows, columns = shape
-        return random_blocks(kind, rows, columns, random, deviation=0.5 * columns**-0.5)
+        return random_blocks(kind, rows, columns, random, deviation=columns**-0.5)
     drawn = random.normal(0, 0.1, shape).astype(np.float32)
     return drawn if name.endswith("bias") else 1 + drawn

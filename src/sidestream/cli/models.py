@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from sidestream.cli.declare import Command, Group, option, whole
@@ -91,7 +92,7 @@ def check(
         ("KV", f"{facts.token_bytes:,} bytes a token, so 1 GiB has {(1 << 30) // facts.token_bytes:,} tokens"),
     ]
     if facts.packed_bytes is not None:
-        rows.append(("products", _products(facts.packed_bytes, packed=facts.stays_packed)))
+        rows.append(("products", escape(_products(facts.packed_bytes, packed=facts.stays_packed))))
     if facts.state_bytes:
         rows.append(("state", f"{facts.state_bytes:,} bytes a request"))
     if facts.weights_bytes is not None and free is not None:

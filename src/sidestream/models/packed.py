@@ -124,15 +124,17 @@ class KeptPacked:
         made: dict[int, tuple[Matrix, Tensor]] = {}
         for parent in list(module.modules()):
             for name, child in list(parent.named_children()):
-                if type(child) not in (nn.Linear, nn.Embedding) or child.weight.data_ptr() not in self._weights:
+                if not isinstance(child, nn.Linear | nn.Embedding) or child.weight.data_ptr() not in self._weights:
                     continue
                 where = child.weight.data_ptr()
                 weight = self._weights[where][1]
                 matrix, packed = made[where] = made[where] if where in made else self._made(weight)
-                if type(child) is nn.Linear:
+                if isinstance(child, nn.Linear):
                     setattr(parent, name, GgmlLinear(weight, matrix, packed, child.bias))
-                else:
+                elif type(child) is nn.Embedding:
                     setattr(parent, name, GgmlEmbedding(matrix, packed, self._dtype))
+                else:
+                    raise InvariantError(f"{name} is a {type(child).__name__}, which may do more than look up rows")
         if len(made) != len(self._weights):
             raise InvariantError(f"{len(self._weights) - len(made)} packed weights have no layer in the module")
 
