@@ -13,6 +13,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 from numpy.typing import NDArray
 
+from proof.tiny_models import byte_tokenizer
 from sidestream.models.gguf_file import QUANTISED, TENSOR_NAMES
 
 _KINDS = {kind.name: kind for kind in QUANTISED}
@@ -43,6 +44,14 @@ def random_blocks(kind: str, rows: int, columns: int, random: np.random.Generato
     for place, factor in zip(places, (1.0, low), strict=False):
         blocks[:, place : place + 2] = (scale * factor).astype(np.float16).view(np.uint8).reshape(-1, 2)
     return blocks.reshape(rows, -1)
+
+
+def gguf_model_dir(config: Any, directory: Path, kinds: dict[str, str], seed: int) -> Path:
+    """A directory that Sidestream serves: config, a byte-level tokenizer and `model.gguf`. Returns `directory`."""
+    config.save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    write_gguf(config, directory / "model.gguf", kinds, seed)
+    return directory
 
 
 def write_gguf(config: Any, path: Path, kinds: dict[str, str], seed: int) -> Path:

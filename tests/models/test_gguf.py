@@ -34,7 +34,7 @@ needs_ggml = pytest.mark.skipif(ggml.library() is None, reason="needs the extra 
 
 # The shapes of the parts of a Q4_K_M: most matrices in Q4_K, some in Q6_K.
 KINDS = {"": "Q4_K", "ffn_down": "Q6_K", "output": "Q6_K", "token_embd": "Q6_K"}
-PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=0)
+PARAMS = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=0)
 OPTIONS = {"device": "cpu", "max_running": 3, "compute_threads": 1, "chunk_tokens": 32}
 
 
@@ -127,7 +127,7 @@ def test_a_packed_model_answers_alike_from_every_tier_and_with_drafts(made: Path
         expected = [tokens_of(llm.generate([prompt], PARAMS))[0] for prompt in prompts()]
         assert tokens_of(llm.generate(prompts(), PARAMS)) == expected
         blocks, held = llm.engine.parts.blocks, list[Lease]()
-        llm.engine.call(lambda: held.append(blocks.take(blocks.size - 10)))
+        llm.engine.call(lambda: held.append(blocks.take(blocks.size - 9)))
         assert tokens_of(llm.generate(prompts(), PARAMS)) == expected
         assert llm.engine.parts.scheduler.num_preemptions > 0
         llm.engine.call(held[0].release)
