@@ -42,7 +42,7 @@ def measure(
         pairs = []
         for number in range(rounds + 1):
             on_progress(f"round {number} of {rounds}")
-            runs = [lambda: _decode(llm, tokens), lambda: theirs.decode(tokens)]
+            runs: list[Callable[[], float]] = [lambda: _decode(llm, tokens), lambda: theirs.decode(tokens)]
             times = [run() for run in (runs if number % 2 else runs[::-1])]
             pairs.append(tuple(times if number % 2 else times[::-1]))
     ours, others = zip(*pairs[1:], strict=True)  # round 0 warms up

@@ -127,9 +127,8 @@ class GgufTensor:
 
     def bytes(self) -> Tensor:
         """The stored bytes, uint8: pages of the file, mapped copy-on-write."""
-        size = self.stored.path.stat().st_size
-        whole = torch.from_file(str(self.stored.path), shared=False, size=size, dtype=torch.uint8)
-        return whole[self.stored.start : self.stored.start + self.stored.num_bytes]
+        path, begin, size = self.stored.path, self.stored.start, self.stored.num_bytes
+        return torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="c", offset=begin, shape=(size,)))
 
 
 def halved(values: Tensor, heads: int, *, dim: int) -> Tensor:
