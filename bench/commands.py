@@ -250,6 +250,21 @@ def lora(
     return _random(shape, bounded=device == CUDA, options=options)
 
 
+@_command("layers", "tokens", "rounds")
+def packed(
+    directory: Annotated[Path, typer.Argument(help="Folder for the model, which is made if there is none.")],
+    layers: Annotated[int, count("--layers", "Layers of the model; Llama 3's 8B has 32.")] = 32,
+    tokens: Annotated[int, count("--tokens", "Tokens that each engine decodes in a round.")] = 16,
+    rounds: Annotated[int, count("--rounds", "Repetitions; the engines alternate.")] = 5,
+    threads: Annotated[int, count("--threads", "Threads of each engine.")] = 2,
+) -> Report:
+    """Decode of a model of Llama 3's 8B shape in Q4_K and Q6_K, random weights, beside llama.cpp: needs the package
+    llama-cpp-python, whose copy of ggml both then use.
+    """
+    check_at_least({"tokens": (tokens, 2)})
+    return Report(f"Llama 3 8B's shape with {layers} layers, GGUF")
+
+
 @_command("rounds")
 def jump_ahead(
     model: Model = DEMO_MODEL,

@@ -117,7 +117,7 @@ def tiny_model_dir(family: str, directory: Path, seed: int, **changes: Any) -> P
     finally:
         if bars:
             transformers_logging.enable_progress_bar()
-    _tokenizer().save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
     return directory
 
 
@@ -182,7 +182,7 @@ def carry_head(model: Path, head: Path, *, names: Literal["qwen", "deepseek"]) -
     save_file(carried, model / "model-mtp.safetensors")
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte, then the special tokens."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytes_only = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))

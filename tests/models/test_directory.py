@@ -28,7 +28,7 @@ def refusals(directory: Path) -> list[str]:
     ("files", "cause", "remedy"),
     [
         ({}, "is empty", "give a directory with config.json, model.safetensors and tokenizer.json"),
-        ({"tiny.Q4_K_M.gguf": "GGUF"}, "tiny.Q4_K_M.gguf is a GGUF file", "gguf_file='tiny.Q4_K_M.gguf'"),
+        ({"tiny.Q4_K_M.gguf": "GGUF"}, "tiny.Q4_K_M.gguf is a GGUF file", "put config.json"),
         ({"pytorch_model.bin": "PK"}, "pytorch_model.bin is a pickle", "safetensors format"),
         (
             {"params.json": "{}", "consolidated.safetensors": ""},
@@ -57,10 +57,10 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path, files: dict[str,
 
 
 def test_an_error_names_weights_in_another_format(llama: Path) -> None:
-    (llama / "model.safetensors").rename(llama / "tiny.gguf")
+    (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
     for said in refusals(llama):
         assert "has no model.safetensors" in said
-        assert "tiny.gguf is a GGUF file" in said
+        assert "pytorch_model.bin is a pickle" in said
 
 
 @pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])

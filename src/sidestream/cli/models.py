@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from sidestream.cli.declare import Command, Group, option, whole
@@ -75,7 +76,7 @@ def check(
     from sidestream_kv.device.choice import torch_device
 
     chosen = torch_device(device)
-    path = model if Path(model).is_dir() else resolve(model)  # a config alone is enough
+    path = model if Path(model).is_dir() else resolve(model)  # a config alone is enough, and of a file, the directory
     facts = facts_of(path, dtype=dtype, device=chosen, ranks=tensor_parallel)
     free = _free_bytes(chosen)
     if as_json:
@@ -90,6 +91,8 @@ def check(
         ("computes in", f"{facts.dtype}, {facts.reason}"),
         ("KV", f"{facts.token_bytes:,} bytes a token, so 1 GiB has {(1 << 30) // facts.token_bytes:,} tokens"),
     ]
+    if facts.packed_bytes is not None:
+        rows.append(("products", escape(_products(facts.packed_bytes, packed=facts.stays_packed))))
     if facts.state_bytes:
         rows.append(("state", f"{facts.state_bytes:,} bytes a request"))
     if facts.weights_bytes is not None and free is not None:
@@ -104,6 +107,16 @@ def check(
 
 
 app.command("train-mtp", cls=Command)(train_mtp)
+
+
+def _products(packed_bytes: int, *, packed: bool) -> str:
+    """How the products with the weights of a GGUF file are computed."""
+    if packed:
+        return "by ggml, with the packed weights; they are mapped from the file, and processes share them"
+    return (
+        "with plain weights, which are computed while the model loads; on a CPU and one rank, "
+        f"pip install 'sidestream[gguf]' keeps them packed in {_gib(packed_bytes)}"
+    )
 
 
 def _gib(num_bytes: int) -> str:

@@ -134,6 +134,8 @@ def resolve(model: str, *, progress: Progress | None = None) -> str:
     if model in CATALOG:
         return str(prepare(model, progress=progress))
     path = Path(os.path.expanduser(model))  # noqa: PTH111 - Path.expanduser raises for an unknown ~user
+    if path.suffix == ".gguf" and path.is_file():
+        model, path = str(path.parent), path.parent  # which may hold only one such file
     if model and path.is_dir():
         with _naming(name_of(path)):
             check_directory(path)

@@ -6,34 +6,18 @@ package `gguf` (the extra `demo`), so it is imported only for a conversion.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from gguf import GGUFReader, ReaderTensor, dequantize
+from gguf import GGUFReader
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from sidestream.errors import ModelError
+from sidestream.models.gguf_file import GgufFile, read_gguf
 
-# Names of a Llama's tensors in GGUF, and in transformers. Rows of Q and K must also be reordered: see `_split_rotary`.
-_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _SPECIAL = 3  # GGUF's token type "control"
 
 
@@ -58,10 +42,10 @@ def convert_gguf(source: Path, into: Path, reached: Reached) -> None:
         raise ModelError(
             f"{source.name} holds architecture {kind[0]} with tokenizer {kind[1]}: only llama with smollm is converted"
         )
-    tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
-    _write_config(fields, into, tied=tied)
+    file = read_gguf(source)
+    _write_config(fields, into, tied="lm_head.weight" not in file.tensors)
     _write_tokenizer(fields, into)
-    _write_weights(reader, fields, into, reached)
+    _write_weights(file, into, reached)
 
 
 def _write_config(fields: dict[str, Any], into: Path, *, tied: bool) -> None:
@@ -116,39 +100,12 @@ def _write_tokenizer(fields: dict[str, Any], into: Path) -> None:
     tokenizer.save_pretrained(into)
 
 
-def _write_weights(reader: GGUFReader, fields: dict[str, Any], into: Path, reached: Reached) -> None:
-    total = sum(int(tensor.n_bytes) for tensor in reader.tensors)
-    heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
+def _write_weights(file: GgufFile, into: Path, reached: Reached) -> None:
+    total = sum(tensor.stored.num_bytes for tensor in file.tensors.values())
     weights: dict[str, torch.Tensor] = {}
     done = 0
-    for tensor in reader.tensors:
-        name, part = _rename(tensor.name)
-        weights[name] = _dequantised(tensor, heads.get(part))
-        done += int(tensor.n_bytes)
+    for name, tensor in file.tensors.items():
+        weights[name] = tensor[...].to(torch.bfloat16).contiguous()
+        done += tensor.stored.num_bytes
         reached(done, total)
     save_file(weights, into / "model.safetensors", metadata={"format": "pt"})
-
-
-def _rename(name: str) -> tuple[str, str]:
-    """The name in transformers for a GGUF tensor, and the part of a layer that the tensor belongs to."""
-    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", name)
-    if match is None or match[2] not in _NAMES:
-        raise ModelError(f"the model holds a tensor {name}, which a plain Llama does not have")
-    layer = f"model.layers.{match[1]}." if match[1] else ""
-    return f"{layer}{_NAMES[match[2]]}.weight", match[2]
-
-
-def _dequantised(tensor: ReaderTensor, heads: int | None) -> torch.Tensor:
-    """The tensor in bfloat16. `heads`: number of heads, for Q and K; None for other tensors."""
-    values = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
-    if heads is not None:
-        values = _split_rotary(values, heads)
-    return values.to(torch.bfloat16).contiguous()
-
-
-def _split_rotary(values: torch.Tensor, heads: int) -> torch.Tensor:
-    """Reorder rows of Q or K from GGUF's order (rotary pairs are adjacent) to transformers' order (two halves of each
-    head).
-    """
-    rows, columns = values.shape
-    return values.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)

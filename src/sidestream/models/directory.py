@@ -135,7 +135,7 @@ def check_config(directory: Path) -> None:
 
 def check_weights_exist(directory: Path) -> None:
     """The part of `check_directory` for weights. Raises ModelError, which names any weights in other formats."""
-    if not any((directory / name).exists() for name in (WEIGHTS, INDEX)):
+    if not any((directory / name).exists() for name in (WEIGHTS, INDEX)) and not any(directory.glob("*.gguf")):
         raise ModelError(f"{directory} has no {WEIGHTS} and no {INDEX}: {_other_weights(directory)}")
 
 
@@ -178,9 +178,8 @@ def _other_weights(directory: Path) -> str:
     gguf = sorted(path.name for path in directory.glob("*.gguf"))
     if gguf:
         return (
-            f"{gguf[0]} is a GGUF file, and Sidestream serves safetensors; fetch the model that it was made from, "
-            f"or convert it with transformers: from_pretrained(directory, gguf_file={gguf[0]!r}) of "
-            "AutoModelForCausalLM and AutoTokenizer, then save_pretrained of both"
+            f"{gguf[0]} is a GGUF file; put config.json, generation_config.json and the tokenizer's files of the model "
+            "that it was made from beside it (hf download OWNER/NAME --include '*.json'; no weights are needed)"
         )
     patterns = ("pytorch_model*.bin", "*.pt", "*.pth")
     pickles = sorted(path.name for pattern in patterns for path in directory.glob(pattern))

@@ -9,6 +9,7 @@ import torch
 from sidestream.models.config_checks import max_positions
 from sidestream.models.directory import local_directory, name_of
 from sidestream.models.loader import cache_parts, naming_model, precision_of, read_config
+from sidestream.models.packed import gguf_of, packing
 from sidestream.models.text_part import text_config
 from sidestream.models.weights import stored_dtype_and_bytes
 from sidestream_kv.kv.layout import DTYPE_BYTES
@@ -24,6 +25,8 @@ class ModelFacts:
     stored          dtype of its weights, once they are not quantised
     dtype, reason   the dtype in which it would be served here, and why
     weights_bytes   in that dtype, of all ranks; None: the files of the weights are not here
+    packed_bytes    of a GGUF file whose weights can stay packed on a CPU; None: it is no such file
+    stays_packed    whether they do: `weights_bytes` is then that number
     token_bytes     KV of one token, of one rank
     state_bytes     recurrent state of one request; 0: it has none
     block_tokens    tokens of a block
@@ -37,6 +40,8 @@ class ModelFacts:
     dtype: str
     reason: str
     weights_bytes: int | None
+    packed_bytes: int | None
+    stays_packed: bool
     token_bytes: int
     state_bytes: int
     block_tokens: int
@@ -54,14 +59,22 @@ def facts_of(path_or_hub_id: str, *, dtype: str, device: torch.device, ranks: in
         config = read_config(directory)
         text, quantisation = text_config(config), getattr(config, "quantization_config", None)
         stored, num_bytes = stored_dtype_and_bytes(directory, quantisation)
+        weights_bytes = num_bytes * DTYPE_BYTES[chosen.dtype] // DTYPE_BYTES[stored] if num_bytes else None
+        packed_bytes, stays_packed = None, False
+        if (gguf := gguf_of(directory, config)) is not None:
+            packed_bytes = gguf.num_bytes(packed=True, value_bytes=DTYPE_BYTES[chosen.dtype])
+            stays_packed = packing(device, ranks=ranks) is not None
+            weights_bytes = packed_bytes if stays_packed else weights_bytes
         return ModelFacts(
             kind=text.model_type,
             text_of="" if text is config else config.model_type,
-            quantisation=str(quantisation.get("quant_method", "")) if quantisation else "",
+            quantisation=gguf.kinds() if gguf else str((quantisation or {}).get("quant_method", "")),
             stored=stored,
             dtype=chosen.dtype,
             reason=chosen.reason,
-            weights_bytes=num_bytes * DTYPE_BYTES[chosen.dtype] // DTYPE_BYTES[stored] if num_bytes else None,
+            weights_bytes=weights_bytes,
+            packed_bytes=packed_bytes,
+            stays_packed=stays_packed,
             token_bytes=parts.kv.token_bytes,
             state_bytes=0 if parts.state is None else parts.state.state_bytes,
             block_tokens=parts.kv.block_tokens,

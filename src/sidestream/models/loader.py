@@ -37,6 +37,7 @@ from sidestream.models.config_checks import (
 )
 from sidestream.models.directory import check_config, local_directory, name_of
 from sidestream.models.fp8 import Kept, kept_eight_bits
+from sidestream.models.packed import KeptPacked, gguf_of, kept_packed, packing
 from sidestream.models.precision import Precision, choose_precision
 from sidestream.models.recurrent import unbind_time_steps
 from sidestream.models.rope import fix_dynamic_rope, fix_longrope
@@ -108,7 +109,7 @@ def load_model(
             precision = _precision(directory, config, dtype, device)
             logger.info("model %s: %s", name, precision)
             chosen = getattr(torch, precision.dtype)
-            kept = None if ranks > 1 else kept_eight_bits(stored.state_dict, device, chosen)
+            kept = _kept(directory, config, stored, device, chosen, ranks=ranks)
             module = read_module(directory, config, stored, dtype=chosen, attention="eager", kept=kept)
             parts, num_heads = _parts_of_rank(
                 module.config,
@@ -156,6 +157,21 @@ def _fix_ropes(module: Any, text: PreTrainedConfig, max_model_len: int | None) -
         fix_dynamic_rope(module, length)
         return f"rope for {length}"
     return "long rope" if long_rope else ""
+
+
+def _kept(
+    directory: Path,
+    config: PreTrainedConfig,
+    stored: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    ranks: int,
+) -> Kept | KeptPacked | None:
+    """The weights that stay quantised. Raises ModelError."""
+    if (gguf := gguf_of(directory, config)) is not None:
+        return kept_packed(gguf, device, dtype, ranks=ranks)
+    return None if ranks > 1 else kept_eight_bits(stored.state_dict, device, dtype)
 
 
 def _shard(module: Any, group: Group, fingerprint: str, device: torch.device) -> None:
@@ -264,6 +280,8 @@ def _precision(directory: Path, config: PreTrainedConfig, dtype: str, device: to
     stored, weights_bytes = stored_dtype_and_bytes(directory, getattr(config, "quantization_config", None))
     if config.dtype is not None:
         stored = str(config.dtype).removeprefix("torch.")
+    if (gguf := gguf_of(directory, config)) is not None and packing(device) is not None:
+        weights_bytes = gguf.num_bytes(packed=True, value_bytes=DTYPE_BYTES[stored])
     return choose_precision(dtype, stored, weights_bytes=weights_bytes, on_cpu=on_host(device))
 
 
@@ -332,11 +350,11 @@ def read_module(
     *,
     dtype: torch.dtype | str,
     attention: str,
-    kept: Kept | None = None,
+    kept: Kept | KeptPacked | None = None,
 ) -> Any:
     """Transformers' module with the weights of a directory. Every stored weight has a place in the module.
 
-    `checkpoint`: what `check_files` found in the directory. `kept`: weights of it that stay in 8-bit floats; None: all
+    `checkpoint`: what `check_files` found in the directory. `kept`: weights of it that stay quantised; None: all
     weights get `dtype`. Raises ModelError when the weights do not match the module; exceptions of transformers pass
     through.
     """
@@ -380,7 +398,8 @@ def _from_state_dict(
 ) -> tuple[Any, Mapping[str, Any]]:
     """Transformers' module with the weights of a state dict, which are not quantised any more, and how loading went."""
     plain = copy.deepcopy(config)
-    del plain.quantization_config
+    if hasattr(plain, "quantization_config"):
+        del plain.quantization_config
     module, loaded = whole_class(plain).from_pretrained(
         None, config=plain, state_dict=state_dict, trust_remote_code=False, **how
     )

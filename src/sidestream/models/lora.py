@@ -24,6 +24,7 @@ from torch.nn.functional import linear, pad
 from sidestream.checkpoint_files import read_json
 from sidestream.errors import ModelError
 from sidestream.models.fp8 import Fp8Linear
+from sidestream.models.packed import GgmlLinear
 from sidestream.models.weights import READ_BY_OTHERS, PackedLinear
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -235,7 +236,7 @@ def _linears(module: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module, tup
     for name, parent in list(module.named_modules()):
         for last, child in list(parent.named_children()):
             whole = f"{name}.{last}" if name else last
-            if not isinstance(child, nn.Linear | PackedLinear | Fp8Linear) or last in READ_BY_OTHERS:
+            if not isinstance(child, nn.Linear | PackedLinear | Fp8Linear | GgmlLinear) or last in READ_BY_OTHERS:
                 continue
             if _IN_LAYER.search(whole) and ".experts." not in whole and last != "gate":
                 yield whole, parent, child, (child.in_features, child.out_features)

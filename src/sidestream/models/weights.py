@@ -24,6 +24,7 @@ from sidestream.checkpoint_files import INDEX, check_regular, read_json
 from sidestream.errors import ModelError
 from sidestream.models.checkpoint_tensors import StoredTensor, check_tensors, joined, tensors_of
 from sidestream.models.directory import WEIGHTS, check_weights_exist
+from sidestream.models.gguf_file import gguf_in, read_gguf
 from sidestream.models.latent import READ_BY_ATTENTION
 from sidestream.models.quantised import quantisation_of
 from sidestream_kv.device.kinds import on_host
@@ -58,6 +59,10 @@ def check_files(directory: Path, quantisation: Mapping[str, Any] | None = None) 
     tensor's name if a tensor cannot be served (`check_tensors`).
     """
     check_weights_exist(directory)
+    if (gguf := gguf_in(directory)) is not None:
+        tensors = (file := read_gguf(gguf)).stored()
+        check_tensors(tensors, quantised=tensors)
+        return Checkpoint(tensors, file.tensors)
     files = _weight_files(directory)
     stored = joined(tensor for path in files for tensor in _check_file(path))
     _refuse_unlisted_shards(directory, {path.name for path in files})
@@ -74,7 +79,11 @@ def stored_dtype_and_bytes(directory: Path, quantisation: Mapping[str, Any] | No
     only headers. Returns `("float32", 0)` without weight files. Raises ModelError for a damaged file.
 
     quantisation   the config's `quantization_config`: the bytes are then those of the weights in that dtype
+
+    A GGUF file counts as bfloat16: it does not tell the dtype of the model that it was made from.
     """
+    if (gguf := gguf_in(directory)) is not None:
+        return "bfloat16", read_gguf(gguf).num_bytes(packed=False, value_bytes=DTYPE_BYTES["bfloat16"])
     tensors = [tensor for path in _weight_files(directory) if path.exists() for tensor in _check_file(path)]
     floating = (
         _STORED[tensor.dtype] for tensor in sorted(tensors, key=lambda t: (t.path, t.name)) if tensor.dtype in _STORED
@@ -181,6 +190,8 @@ def digest_of_files(directory: Path) -> str:
     Reads only the first and last rows of each tensor: training changes nearly all rows, and reading all of a large
     model would take minutes. The files must have passed `check_files`.
     """
+    if (gguf := gguf_in(directory)) is not None:
+        return read_gguf(gguf).digest(_SAMPLED_ROWS)
     digest = xxhash.xxh3_128()
     with contextlib.ExitStack() as opened:
         files = [opened.enter_context(safe_open(path, framework="pt")) for path in _weight_files(directory)]
