@@ -169,13 +169,9 @@ def _parts_of_rank(
     parts = parts_of(config, dtype=dtype, block_tokens=block_tokens)
     if ranks == 1:
         return parts, None
-    if parts.state is not None:
-        raise ModelError(
-            f"{config.model_type} keeps recurrent state, which is not divided over ranks: run this model on one rank"
-        )
-    share = share_of(config, size=ranks)
+    share = share_of(config, size=ranks, dtype=dtype)
     kv_heads = 1 if parts.kv.latent_dim else share.num_kv_heads  # every rank has the whole latents
-    return replace(parts, kv=replace(parts.kv, num_kv_heads=kv_heads)), share.num_heads
+    return replace(parts, kv=replace(parts.kv, num_kv_heads=kv_heads), state=share.state_layout), share.num_heads
 
 
 def precision_of(path_or_hub_id: str, *, dtype: str = "auto", device: torch.device = _CPU) -> Precision:
