@@ -39,7 +39,7 @@ from sidestream.models.precision import Precision, choose_precision
 from sidestream.models.recurrent import unbind_time_steps
 from sidestream.models.rope import fix_longrope
 from sidestream.models.self_check import check_paged, reference
-from sidestream.models.shard import ShardCheck, check_same, rank_fingerprint, retie, shard, share_of
+from sidestream.models.shard import ShardCheck, check_same, check_units, rank_fingerprint, retie, shard, share_of
 from sidestream.models.text_part import text_config, text_module, whole_class
 from sidestream.models.weights import (
     Checkpoint,
@@ -106,14 +106,12 @@ def load_model(
             precision = _precision(directory, config, dtype, device)
             logger.info("model %s: %s", name, precision)
             chosen = getattr(torch, precision.dtype)
-            kept = None if ranks > 1 else kept_eight_bits(stored.state_dict, device, chosen)
+            kept = kept_eight_bits(stored.state_dict, device, chosen)
+            check_units(text, {} if kept is None else kept.units, size=ranks)
             module = read_module(directory, config, stored, dtype=chosen, attention="eager", kept=kept)
+            served = str(module.dtype).removeprefix("torch.")
             parts, num_heads = _parts_of_rank(
-                module.config,
-                dtype=str(module.dtype).removeprefix("torch."),
-                block_tokens=block_tokens,
-                device=device,
-                ranks=ranks,
+                module.config, dtype=served, block_tokens=block_tokens, device=device, ranks=ranks
             )
         long_rope = takes_long_rope(text, max_model_len=max_model_len)
         fix_longrope(module, long=long_rope)

@@ -27,9 +27,11 @@ from sidestream.models.divided import (
     Gathered,
     GatheredNorm,
     Reduced,
+    Segments,
     Split,
     sum_output,
 )
+from sidestream.models.fp8 import ONE_BLOCK, Fp8Linear
 from sidestream.models.recurrent import skeleton, state_layout_of, stateful_modules
 from sidestream.models.self_check import REPLAY_BOUNDS
 from sidestream.models.shard_plan import INPUTS, ON_ONE_RANK, OUTPUTS, SUMMED, attention_of, generic, plan_of
@@ -92,6 +94,64 @@ def share_of(config: PreTrainedConfig, *, size: int, dtype: str = "float32") -> 
     return Share(heads // size, kv_heads // size, layout) if divided else Share(heads, kv_heads, layout)
 
 
+def check_units(config: PreTrainedConfig, units: Mapping[str, int], *, size: int) -> None:
+    """Raise ModelError if `size` ranks would tear apart what belongs together in weights that stay in 8-bit floats.
+
+    units   by the names of these weights: rows and columns that belong together
+    """
+    if size == 1 or not units:
+        return
+    module: Any = skeleton(config, "float32")
+    inner = {_in_layers(name.removesuffix(".weight")): unit for name, unit in units.items()}
+
+    def torn(count: int) -> Iterator[str]:
+        for name, segments, dim in _divided_linears(module):
+            if (unit := inner.get(_in_layers(name))) is None:
+                continue
+            division = Split(count - 1, count, torch.device("meta")).division(dim, segments)
+            if unit == ONE_BLOCK:
+                wrong = [part for at in division.ranges for part in at if part % unit]
+            else:
+                wrong = [division.size] if division.size % unit else []
+            if wrong:
+                what = "columns" if dim else "rows"
+                yield (
+                    f"its {name} is stored in 8-bit floats, whose {what} belong together by {unit}, but of its "
+                    f"{division.whole} {what}, each of {count} ranks would get {division.size}"
+                )
+
+    reason = next(torn(size), None)
+    if reason is not None:
+        allowed = ", ".join(str(count) for count in range(1, size) if size % count == 0 and not [*torn(count)])
+        raise ModelError(f"{reason}: choose one of {allowed} ranks")
+
+
+def _divided_linears(module: Any) -> Iterator[tuple[str, Segments, int]]:
+    """Names of the Linears that ranks divide, with the segments of the dimension that they divide."""
+    plan = plan_of(module)
+    for name, part, style in _planned(module, plan):
+        if isinstance(part, nn.Linear):
+            dim = int(style not in OUTPUTS)
+            yield name, _segments((part.out_features, part.in_features)[dim], style), dim
+    names = {id(part): name for name, part in module.named_modules()}
+    for part in stateful_modules(module).values():
+        how = recurrent_division(part)
+        for name, segments in how.rows.items():
+            yield f"{names[id(part)]}.{name}", segments, 0
+        for name in how.columns:
+            linear: Any = getattr(part, name)
+            yield f"{names[id(part)]}.{name}", ((linear.in_features, linear.in_features),), 1
+
+
+def _segments(size: int, style: str) -> Segments:
+    return ((size // 2, size // 2),) * 2 if style.startswith("packed") else ((size, size),)
+
+
+def _in_layers(name: str) -> str:
+    """A name without what checkpoints of other classes may have in front."""
+    return name[max(name.find("layers."), 0) :]
+
+
 def _check_divisible(sizes: Mapping[str, int], groups: Mapping[str, int], size: int) -> None:
     """Raise ModelError unless `size` ranks divide all numbers. Ranks may share a group: they divide its members."""
 
@@ -131,19 +191,17 @@ def shard(module: Any, group: Group, *, device: torch.device) -> Mapping[str, Di
             if group.rank:
                 setattr(module.get_submodule(parent), last, nn.Parameter(torch.zeros_like(part), requires_grad=False))
             continue
-        dim, packed = int(style not in OUTPUTS), style.startswith("packed")
+        dim = int(style not in OUTPUTS)
         if hasattr(part, "weight"):
             size = (part.out_features, part.in_features)[dim]
-            divisions[name] = division = split.division(
-                dim, ((size // 2, size // 2),) * 2 if packed else ((size, size),)
-            )
+            divisions[name] = division = split.division(dim, _segments(size, style))
             tied = embedding is not None and part.weight is embedding.weight
             changed = _divide_linear(part, style, split, division, group, tied=embedding if tied else None)
             setattr(module.get_submodule(parent), last, changed)
         else:
             dim = max(dim + part.dim() - 2, 0)
             size = part.shape[dim]
-            division = split.division(dim, ((size // 2, size // 2),) * 2 if packed else ((size, size),))
+            division = split.division(dim, _segments(size, style))
             setattr(module.get_submodule(parent), last, split.part(part, division))
     divisions |= _divide_recurrent(module, split, group)
     for name, part in module.named_modules():
@@ -222,7 +280,7 @@ def _planned(module: Any, plan: Mapping[str, str]) -> Iterator[tuple[str, Any, s
             continue
         style = plan.get(generic(name))
         if style is not None and style not in SUMMED:
-            if type(part) is not nn.Linear:
+            if type(part) not in (nn.Linear, Fp8Linear):
                 raise ModelError(f"its {name} is a {type(part).__name__}, and only plain Linears can be divided")
             yield name, part, style
         for own, parameter in part.named_parameters(recurse=False):
@@ -286,8 +344,11 @@ def _divide_linear(
         return Gathered(linear, group, rows, tied) if OUTPUTS[style] else linear
     columns = division.ranges[0] if INPUTS[style] else None
     bias, linear.bias = linear.bias, None
-    linear.weight = split.part(linear.weight, division)
-    linear.in_features = division.size
+    if isinstance(linear, Fp8Linear):
+        linear.take(division, split.device)
+    else:
+        linear.weight = split.part(linear.weight, division)
+        linear.in_features = division.size
     return Reduced(linear, bias, group, None if columns is None else slice(columns[0], sum(columns)))
 
 
@@ -295,6 +356,9 @@ def _take_rows(linear: Any, split: Split, division: Division, *, weight: Tensor 
     """Reduce a Linear, or a convolution of single channels, to this rank's outputs. `weight`: use it as the weight."""
     if linear.bias is not None:
         linear.bias = split.part(linear.bias, division)
+    if isinstance(linear, Fp8Linear):
+        linear.take(division, split.device)
+        return
     linear.weight = split.part(linear.weight, division) if weight is None else nn.Parameter(weight, requires_grad=False)
     if isinstance(linear, nn.Linear):
         linear.out_features = division.size
