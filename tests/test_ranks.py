@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import sys
@@ -13,13 +14,14 @@ from typing import Any
 
 import pytest
 import rank_that_ends
+from adapter_rig import edit_adapter, make_adapter
 from rank_that_ends import is_rank
 
 from proof.disk_slots import DiskSlots
 from proof.tiny_models import tiny_model_dir
 from sidestream import LLM, ConfigError, ModelError, OffloadConfig, SamplingParams, SpeculativeConfig
 from sidestream.config import EngineConfig
-from sidestream.errors import OutOfDeviceMemory, ProcessFailed, RequestError
+from sidestream.errors import OutOfDeviceMemory, ProcessFailed, RequestError, RequestRejected
 from sidestream.ranks.worker_pool import RankProcesses
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
@@ -94,6 +96,36 @@ def test_hybrids_on_two_ranks_equal_one_from_every_tier(family: str, tmp_path: P
             assert tier in found
         entries = [sorted(DiskSlots(tmp_path / "kv" / f"rank-{rank}-of-2").slots) for rank in range(2)]
         assert entries[0] == entries[1] != []
+
+
+def test_adapters_on_two_ranks_give_the_tokens_of_one(model: Path, tmp_path: Path) -> None:
+    adapters = [make_adapter(model, tmp_path / name, seed) for seed, name in enumerate("ab", start=1)]
+    damaged = make_adapter(model, tmp_path / "damaged", 3)
+    edit_adapter(damaged, lambda name, tensor: None if "layers.2.self_attn.o_proj.lora_B" in name else tensor)
+    asked = [dataclasses.replace(PARAMS, adapter=name) for name in ("", "a", "b", "a", "", "b")]
+    options = OPTIONS | {"max_loras": 2, "chunk_tokens": 16}
+    found = []
+    for ranks, memory in ((1, "4MiB"), (2, "2MiB")):
+        offload = OffloadConfig(host="8MiB")
+        with LLM(model, tensor_parallel=ranks, kv_memory=memory, offload=offload, **options) as llm:
+            llm.adapters.load("a", str(adapters[1]))  # is replaced
+            llm.adapters.unload("a")
+            for name, path in zip("ab", adapters, strict=True):
+                llm.adapters.load(name, str(path))
+            llm.generate(PROMPTS, asked)
+            llm.flush()
+            llm.reset_prefix_cache("device")
+            with pytest.raises(RequestRejected, match="all 2 slots are in use"):
+                llm.adapters.load("c", str(adapters[0]))
+            llm.adapters.unload("b")
+            with pytest.raises(RequestRejected, match="only one of the matrices"):
+                llm.adapters.load("c", str(damaged))
+            llm.adapters.load("b", str(adapters[1]))
+            outputs = llm.generate(PROMPTS, asked)
+            assert all(output.cached.host > 0 for output in outputs)
+            found.append([tuple(output.token_ids) for output in outputs])
+    assert found[0] == found[1]
+    assert len({*found[0]}) > 3
 
 
 def test_pins_hold_and_drops_reach_the_tiers_of_two_ranks(model: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_rig import make_adapter
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -282,6 +283,30 @@ def test_ranks_over_gloo_compute_the_same(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(2) as threads:
         assert_same(list(threads.map(rank, range(2))), whole)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_ranks_divide_adapters_as_their_layers(family: str, tmp_path: Path) -> None:
+    """phi3's ranks gather queries and keys, and take their columns of a whole input of the last projection."""
+    directory = tiny_model_dir(family, tmp_path / family, 0, **FOUR_WAYS)
+    parts = ("qkv_proj", "o_proj", "down_proj") if family == "phi3" else ("q_proj", "o_proj", "up_proj", "down_proj")
+    adapter = make_adapter(directory, tmp_path / "adapter", 1, parts=parts)
+
+    def adapted(group: Group | None = None) -> tuple[str, dict[str, tuple[int, int]], Computed]:
+        model = load(directory, group)
+        model.add_adapters(slots=2, rank=4)
+        assert model.adapters is not None
+        read = model.adapters.read(str(adapter))
+        model.adapters.put(2, read)
+        model.adapters.choose(torch.full((len(TOKENS),), 2))
+        return read.digest, model.adapters.sizes, computed(model)
+
+    digest, sizes, whole = adapted()
+    ranks = run_ranks(2, adapted)
+
+    assert_same([result for _, _, result in ranks], whole)
+    assert all(found[:2] == (digest, sizes) for found in ranks)
+    assert (whole.log_probs - computed(load(directory)).log_probs).abs().max() > 0.1
 
 
 def test_packed_bfloat16_weights_are_divided(tmp_path: Path) -> None:

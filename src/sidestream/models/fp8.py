@@ -139,7 +139,7 @@ class Fp8Linear(nn.Module):
             result = result + self.bias
         return result.view(*states.shape[:-1], self.out_features)
 
-    def take(self, division: Division, device: torch.device) -> None:
+    def keep_only(self, division: Division, device: torch.device) -> None:
         """Reduce the weight to a rank's rows or columns, on `device`. Blocks must not be torn apart."""
         self.weight = division.of(self.weight).to(device)
         if self.scale.dim() == 2:

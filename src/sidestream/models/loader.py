@@ -34,6 +34,7 @@ from sidestream.models.config_checks import (
     takes_long_rope,
 )
 from sidestream.models.directory import check_config, local_directory, name_of
+from sidestream.models.divided import Division
 from sidestream.models.fp8 import Kept, kept_eight_bits
 from sidestream.models.precision import Precision, choose_precision
 from sidestream.models.recurrent import unbind_time_steps
@@ -122,12 +123,7 @@ def load_model(
         fingerprint = fingerprint_of(module, variant=variant)
         if on_gpu(device):
             use_compile_cache()  # the self-check launches the first kernels
-        if group is None or group.size == 1:
-            module.to(device)
-            check_finite(module)  # on the device, where it takes least time
-        else:
-            check_finite(module)
-            _shard(module, group, fingerprint, device)
+        divided = _place(module, group, fingerprint, device)
         model = PagedModel(
             module,
             name=name,
@@ -138,6 +134,7 @@ def load_model(
             fingerprint=fingerprint if group is None else rank_fingerprint(fingerprint, group.rank, group.size),
             weights_fingerprint=fingerprint,
             num_heads=num_heads,
+            divided=divided,
         )
         expected = reference(model)
         model.layout = replace(model.layout, windows=expected.windows)
@@ -146,14 +143,22 @@ def load_model(
     return model
 
 
-def _shard(module: Any, group: Group, fingerprint: str, device: torch.device) -> None:
-    """Reduce a whole module to this rank's share, on `device`. Raises ModelError."""
+def _place(module: Any, group: Group | None, fingerprint: str, device: torch.device) -> Mapping[str, Division]:
+    """Move a whole module to `device`, or this rank's share of it. Returns how Linears were divided, by name. Raises
+    ModelError.
+    """
+    if group is None or group.size == 1:
+        module.to(device)
+        check_finite(module)  # on the device, where it takes least time
+        return {}
+    check_finite(module)
     check_same(group, fingerprint, device)
     checked = ShardCheck(module)
-    shard(module, group, device=device)
+    divided = shard(module, group, device=device)
     module.to(device)
     retie(module)
     checked.check(module)
+    return divided
 
 
 def _parts_of_rank(

@@ -345,7 +345,7 @@ def _divide_linear(
     columns = division.ranges[0] if INPUTS[style] else None
     bias, linear.bias = linear.bias, None
     if isinstance(linear, Fp8Linear):
-        linear.take(division, split.device)
+        linear.keep_only(division, split.device)
     else:
         linear.weight = split.part(linear.weight, division)
         linear.in_features = division.size
@@ -357,7 +357,7 @@ def _take_rows(linear: Any, split: Split, division: Division, *, weight: Tensor 
     if linear.bias is not None:
         linear.bias = split.part(linear.bias, division)
     if isinstance(linear, Fp8Linear):
-        linear.take(division, split.device)
+        linear.keep_only(division, split.device)
         return
     linear.weight = split.part(linear.weight, division) if weight is None else nn.Parameter(weight, requires_grad=False)
     if isinstance(linear, nn.Linear):
