@@ -60,7 +60,7 @@ def _fp8(block: int | None, name: str, scale_shape: Callable[[int, int], tuple[i
         if block is None:
             every = scale.reshape(-1, 1).expand(rows, columns) if scale.dim() else scale.expand(rows, columns)
         else:
-            every = torch.tensor([[float(scale[r // block, c // block]) for c in range(columns)] for r in range(rows)])
+            every = torch.kron(scale, torch.ones(block, block))[:rows, :columns]
         return {".weight": values, name: scale, ".input_scale": torch.ones(1)}, values.float() * every
 
     return write
@@ -283,26 +283,27 @@ IN_BLOCKS = (
 )
 
 
-def in_blocks(directory: Path) -> Path:
-    """A model with two blocks in each weight."""
-    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
+def in_blocks(directory: Path, *, size: int = 2) -> Path:
+    """A model with `size` blocks in each dimension of a weight."""
+    width = 128 * size
+    sizes = {"hidden_size": width, "intermediate_size": width, "head_dim": width // 4, "num_hidden_layers": 1}
     tiny_model_dir("qwen3", directory, 0, num_key_value_heads=4, **sizes)
     _quantise(directory, *IN_BLOCKS)
     return directory
 
 
-@pytest.mark.parametrize("form", ["rows", "blocks"])
+@pytest.mark.parametrize(("form", "size"), [("rows", 2), ("blocks", 2), ("blocks", 4)])
 def test_ranks_divide_eight_bit_weights_with_their_scales(
-    form: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: str, size: int, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fp8, "is_faster", lambda *_: True)
     if form == "rows":
         _quantise(llama, *FORMATS["fbgemm"])
-    directory = llama if form == "rows" else in_blocks(tmp_path / "blocks")
+    directory = llama if form == "rows" else in_blocks(tmp_path / "blocks", size=size)
     whole = load_model(str(directory), block_tokens=4, dtype="bfloat16")
 
     # The check at load compares the logits of both.
-    ranks = run_ranks(2, lambda group: load_model(str(directory), block_tokens=4, dtype="bfloat16", group=group))
+    ranks = run_ranks(size, lambda group: load_model(str(directory), block_tokens=4, dtype="bfloat16", group=group))
 
     layer, own = (module.base_model.layers[0] for module in (whole.module, ranks[0].module))
     for name, dim in (("self_attn.q_proj", 0), ("mlp.up_proj", 0), ("self_attn.o_proj", 1), ("mlp.down_proj", 1)):
