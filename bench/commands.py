@@ -577,6 +577,17 @@ def engine(
 
 
 @_command()
+def disk_ttft(
+    device: GpuDevice = CUDA,
+    shape: Shape = "qwen3-8b",
+    directory: Annotated[Path, option("--directory", "DIR", "Directory of the file system to measure.")] = Path(),
+    rounds: Annotated[int, count("--rounds", "Number of prompts.")] = 7,
+) -> Report:
+    """TTFT with KV on disk, divided by the time to read that KV with nothing else."""
+    return _random(shape, bounded=False)
+
+
+@_command()
 def throughput(device: GpuDevice = CUDA, shape: Shape = "qwen3-8b") -> Report:
     """Tokens per second with offload, divided by tokens per second without offload: for requests that reuse no KV, and
     for conversations whose KV is four times the size of the device's pool.

@@ -210,8 +210,11 @@ class ModelRig(Rig):
         *,
         speculative: SpeculativeConfig | None = None,
         windows: bool = True,
+        offload: OffloadConfig | None = None,
     ) -> None:
-        """`windows` False: loads copy all layers, also where a layer's sliding window does not reach."""
+        """`windows` False: loads copy all layers, also where a layer's sliding window does not reach. `offload` None:
+        host memory alone.
+        """
         self.torch_device = torch_device(device)
         gc.collect()  # models and engines are parts of reference cycles: this frees the memory of earlier ones
         on_progress("making the model")
@@ -241,7 +244,7 @@ class ModelRig(Rig):
                 kv_memory=sizes.kv_memory,
                 max_running=sizes.max_running,
                 max_model_len=sizes.max_model_len,
-                offload=OffloadConfig(host=sizes.host),
+                offload=offload or OffloadConfig(host=sizes.host),
                 speculative=speculative,
             ),
             tell=starting,

@@ -95,7 +95,7 @@ def _round(scratch: Path, block_bytes: int, num_bytes: int, fio: bool) -> dict[s
     with _tier(scratch / "tier", memory, count) as tier:
         threads = (tier.streams.writers, tier.streams.readers)
         found = {"write": _write_s(tier, memory, count)}
-        found["raw_write"], found["raw_read"] = (_fio_s if fio else _raw_s)(scratch / "raw", memory, count, *threads)
+        found["raw_write"], found["raw_read"] = (_fio_s if fio else raw_s)(scratch / "raw", memory, count, *threads)
         found["read"] = _read_s(tier, memory)
         with _without_checksums():
             found["read_without"] = _read_s(tier, memory)
@@ -165,7 +165,7 @@ def _without_checksums() -> Iterator[None]:
         slots._digest = digest
 
 
-def _raw_s(path: Path, memory: Memory, count: int, writers: int, readers: int) -> tuple[float, float]:
+def raw_s(path: Path, memory: Memory, count: int, writers: int, readers: int) -> tuple[float, float]:
     """Seconds to write and to read the blocks of files as large as a segment, with nothing else."""
     path.mkdir()
     block_bytes = memory.shape[1]

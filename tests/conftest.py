@@ -33,6 +33,7 @@ def _interpret() -> None:
 
         import sidestream.attention.triton.gated_delta
         import sidestream.attention.triton.kernels
+        import sidestream.ops.adapter_kernels
         import sidestream.ops.draft_kernels
         import sidestream.ops.step_kernels  # noqa: F401
         import sidestream_kv.device.cuda.kernels

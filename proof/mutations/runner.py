@@ -373,6 +373,7 @@ MUTATIONS = (
         hazard="H18",
         consequence="an answer has tokens that its grammar does not allow",
         needs=frozenset({"grammar"}),
+        also=(Change("masked-tokens-are-not-sampled-with-logprobs", Delete()),),
     ),
     Mutation(
         name="slot-begins-with-its-need-of-masks",

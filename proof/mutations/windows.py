@@ -176,6 +176,17 @@ EQUIVALENT = (
         "reuse only saves time",
         noticed_by="engine/test_pages.py::test_pages_of_an_answer_are_stored_when_its_request_ends",
     ),
+    Equivalent(
+        Mutation(
+            name="pages-where-a-prompt-continues-are-stored",
+            hazard="H15",
+            change=Delete(),
+            consequence="tiers lack pages that a prompt found on the device, and the next one computes them again",
+            needs=_STORED,
+        ),
+        "reuse only saves time",
+        noticed_by="engine/test_pages.py::test_pages_that_a_prompt_finds_on_the_device_are_stored",
+    ),
 )
 
 _LEASED = "see pages-are-released-after-the-last-step"

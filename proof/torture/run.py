@@ -54,6 +54,8 @@ _MAX_STEPS = 6000
 # After this many idle steps in a row per rank in which no work of the device has ended, the schedule hangs. Progress
 # may be slow: under the policy `late`, one actor runs in five idle steps, and a long queue of stores takes a thousand.
 _STUCK_STEPS = 1000
+# More than a workload has losses and failing steps: each engine fails.
+_MOST_FAILED_ENGINES = 20
 # A neighbour goes on for so many steps after the last arrival.
 _NEIGHBOUR_STEPS = 20
 
@@ -137,6 +139,7 @@ class _Schedule:
         self._lines: list[TraceLine] | None = [] if trace else None
         self._weights = 0
         self._steps = 0
+        self._num_failed = 0
         self._again: list[int] = []  # requests that clients repeat after a crash
         self._due: int | None = None  # the step at which clients have not acted yet
         self._surroundings = Surroundings(
@@ -335,9 +338,11 @@ class _Schedule:
 
     def _end_lost_engine(self, error: Exception) -> None:
         """End the engine as the engine thread does after an error, and start another engine. Raises the error if it is
-        not that of a lost device or rank.
+        not that of a lost device or rank, or if engines fail again and again.
         """
-        if not (self._life.is_lost and isinstance(error, DeviceLost)):
+        self._num_failed += 1
+        lost = self._life.is_lost and isinstance(error, DeviceLost)
+        if not lost or self._num_failed > _MOST_FAILED_ENGINES:
             raise error
         self._clients.cut_off()
         self._life.engine.loop.fail(error)

@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 from engine_rig import Rig, prompts, serving
 
+from proof.toy import ToyModel
+from proof.toy_grammar import ToyGrammars
+from sidestream.config import StructuredOutputs
 from sidestream.runner.sampler import SamplingMode
 from sidestream.runner.step_inputs import GraphKey
 
 SHAPES = [GraphKey(1), GraphKey(4), GraphKey(0, 16), GraphKey(4, 24)]
 OUTPUTS = 6
+GRAMMAR = {"structured_outputs": StructuredOutputs(regex="2 1000"), "ignore_eos": True}
 
 
 class Watched:
@@ -37,15 +41,20 @@ class Watched:
         graphs.replay, graphs.draw = replayed, drawn
 
 
+def engine() -> Any:
+    model = ToyModel()
+    return serving(model=model, grammars=ToyGrammars(model.vocab_size))
+
+
 @pytest.fixture
 def watched() -> Iterator[Watched]:
-    with serving() as rig:
+    with engine() as rig:
         yield Watched(rig)
 
 
 def alone(prompt: list[int], **params: Any) -> list[int]:
     """What an engine without graphs answers."""
-    with serving() as rig:
+    with engine() as rig:
         return rig.submit(prompt, OUTPUTS, **params).wait().token_ids()
 
 
@@ -57,6 +66,8 @@ def alone(prompt: list[int], **params: Any) -> list[int]:
         ({"temperature": 20.0, "top_k": 40, "min_p": 0.001, "seed": 4}, SamplingMode.RANDOM),
         ({"temperature": 20.0, "repetition_penalty": 1.5, "frequency_penalty": 2.0, "seed": 5}, SamplingMode.PENALISED),
         ({"temperature": 0.0, "presence_penalty": 1.0}, SamplingMode.PENALISED),
+        ({"temperature": 0.0, **GRAMMAR}, SamplingMode.ARGMAX),
+        ({"temperature": 20.0, "seed": 6, "presence_penalty": 1.0, **GRAMMAR}, SamplingMode.PENALISED),
         ({"temperature": 20.0, "seed": 6, "logit_bias": {5: 50.0}}, SamplingMode.HOST),
         ({"temperature": 20.0, "seed": 7, "logprobs": 1}, SamplingMode.HOST),
     ],

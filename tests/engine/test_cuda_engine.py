@@ -259,6 +259,20 @@ def test_captured_forward_passes_give_the_same_answers_as_eager_ones(family: str
 
 
 @pytest.mark.usefixtures("few_shapes", "uncompiled")
+def test_captured_sampling_obeys_grammars_as_on_the_cpu(llama: Path) -> None:
+    """Rows that ask for log-probabilities would let the host sample."""
+    form = StructuredOutputs(regex="[a-z ]{40}")
+    params = [
+        dataclasses.replace(GREEDY, logprobs=None, **changes)
+        for changes in ({"structured_outputs": form}, {}, {"structured_outputs": form, "temperature": 0.8, "seed": 3})
+    ]
+    with engine(llama, device="cpu") as llm:
+        reference = llm.generate(PROMPTS[:3], params)
+    with engine(llama, **CAPTURED) as llm:
+        assert tokens(llm.generate(PROMPTS[:3], params)) == tokens(reference)
+
+
+@pytest.mark.usefixtures("few_shapes", "uncompiled")
 def test_a_captured_step_waits_for_each_layer_group_still_being_loaded_h5(llama: Path) -> None:
     with engine(llama, **CAPTURED, offload=OffloadConfig(host="64MiB"), check_order=True) as llm:
         always_load(llm)
@@ -288,15 +302,25 @@ def test_a_captured_step_waits_for_each_layer_group_still_being_loaded_h5(llama:
         assert llm.engine.parts.device.host_waits().keys() <= {"step"}
 
 
+# Where one of three layers has a window, a page would be too empty: all three stay in the same blocks.
+ONE_OF_THREE = {
+    "num_hidden_layers": 3,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+}
+
+
 @pytest.mark.usefixtures("few_shapes", "uncompiled")
 @pytest.mark.parametrize("eager", [True, False])
-@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
-def test_layers_of_blocks_before_their_window_are_not_loaded_or_read(family: str, eager: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "changes"), [("gemma2", {}), ("gemma3", {}), ("gemma3", ONE_OF_THREE)])
+def test_layers_of_blocks_before_their_window_are_not_loaded_or_read(
+    family: str, changes: dict[str, Any], eager: bool, tmp_path: Path
+) -> None:
     """In layers with a window of 12 tokens, only the last block of 16 tokens before the first computed one is read."""
-    model = tiny_model_dir(family, tmp_path, 2)
+    model = tiny_model_dir(family, tmp_path, 2, **changes)
     with engine(model, **{**CAPTURED, "eager": eager}, offload=OffloadConfig(host="64MiB")) as llm:
         always_load(llm)
-        parts = llm.engine.parts
+        parts, windows = llm.engine.parts, llm.engine.parts.scheduler._windows
+        assert (windows is None) == bool(changes)
         shorter = [PROMPTS[0][:201], PROMPTS[0][:81]]
         reference = llm.generate([PROMPTS[0]], GREEDY) + [llm.generate([prompt], GREEDY)[0] for prompt in shorter]
         for _ in range(3):
@@ -308,13 +332,17 @@ def test_layers_of_blocks_before_their_window_are_not_loaded_or_read(family: str
             outputs = [llm.generate([prompt], GREEDY)[0] for prompt in (PROMPTS[0], *shorter)]
             assert_near(outputs, reference)
             assert outputs[0].cached.host == 288
-            # The end of the prompt is on the device, but lacks layers where these prompts end.
-            assert [(output.cached.device, output.cached.host) for output in outputs[1:]] == [(176, 16), (64, 16)]
-            layout = parts.layout
-            whole = layout.block_bytes
-            partial = len(layout.layers_without_window) * layout.layer_bytes
             assert llm.flush()
-            assert parts.metrics.value("transfer_bytes_total", "load") - before == 17 * partial + 3 * whole
+            loaded = parts.metrics.value("transfer_bytes_total", "load") - before
+            found = [(output.cached.device, output.cached.host) for output in outputs[1:]]
+            layout = parts.layout
+            if windows is None:
+                # The end of the prompt is on the device, but lacks layers where these prompts end.
+                assert found == [(176, 16), (64, 16)]
+                assert loaded == 17 * len(layout.layers_without_window) * layout.layer_bytes + 3 * layout.block_bytes
+            else:  # a page for the end of each prompt
+                assert found == [(192, 0), (80, 0)]
+                assert loaded == (18 + 3 * windows._layers.parts) * layout.block_bytes
 
 
 @pytest.mark.usefixtures("few_shapes", "uncompiled")

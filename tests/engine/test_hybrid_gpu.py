@@ -20,7 +20,7 @@ PROMPTS = [
     for step, length in ((3, 300), (3, 140), (7, 77), (11, 16), (13, 5))
 ]
 # Where their layers cannot be compiled, transformers' experts copy to the GPU in each pass, which no graph can hold.
-MIXTURES = {"kimi_linear", "lfm2_moe", "nemotron_h", "qwen3_5_moe", "qwen3_next"}
+MIXTURES = {"jamba", "kimi_linear", "lfm2_moe", "nemotron_h", "qwen3_5_moe", "qwen3_next"}
 KERNELS = {"qwen3_5", "qwen3_5_moe", "qwen3_next"}
 NEAR = 5e-3  # see test_cuda_engine.py; recurrences sum over more terms
 

@@ -73,6 +73,15 @@ def test_a_prompt_without_the_pages_of_its_window_is_computed_and_found_from_the
         assert rig.ask([*PROMPT[:16], 7]).cached.host == 16  # prompts were seen to branch there
 
 
+def test_pages_that_a_prompt_finds_on_the_device_are_stored() -> None:
+    with windowed() as rig:
+        rig.ask(PROMPT)
+        assert rig.ask([*PROMPT[:16], 5, 6]).cached.device == 16
+        rig.settle()
+        rig.forget_device()
+        assert rig.ask([*PROMPT[:16], 7]).cached.host == 16
+
+
 def test_a_page_of_which_a_part_is_gone_is_no_hit() -> None:
     with windowed() as rig:
         rig.ask(PROMPT)

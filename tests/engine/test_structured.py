@@ -36,11 +36,11 @@ def expected(model: ToyModel, prompt: Sequence[int], count: int) -> list[int]:
     return answer
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_answers_obey_their_grammar_beside_answers_without_one(asynchronous: bool) -> None:
+@pytest.mark.parametrize(("asynchronous", "params"), [(True, {}), (False, {"logprobs": 1})])
+def test_answers_obey_their_grammar_beside_answers_without_one(asynchronous: bool, params: dict[str, int]) -> None:
     asked = prompts(1, 12)
     with masked(blocks=96, asynchronous=asynchronous) as rig:
-        with_grammar = [ask(rig, prompt) for prompt in asked[::2]]
+        with_grammar = [ask(rig, prompt, **params) for prompt in asked[::2]]
         plain = [rig.submit(prompt, 20) for prompt in asked[1::2]]
         for reply, prompt in zip(with_grammar, asked[::2], strict=True):
             assert reply.wait().token_ids() == expected(rig.model, prompt, 20)

@@ -17,8 +17,8 @@ from sidestream import LLM, ModelError, RequestOutput, SamplingParams
 from sidestream.errors import RequestRejected
 from sidestream.models import load_model
 from sidestream.models.compiled import compile_layers, compiling
-from sidestream.models.joined import JoinedPart
-from sidestream.models.lora import AdaptedLinear
+from sidestream.models.joined import AdaptedJoin, JoinedPart, add_adapters
+from sidestream.ops.adapters import launch_add_adapters
 from sidestream_kv.config import OffloadConfig
 
 PROMPT = list(range(5, 45))
@@ -92,6 +92,23 @@ def test_rows_of_one_batch_give_the_tokens_of_merged_weights(
         assert preempted or all(output.cached.total for output in found.values())
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_gpu_gives_the_tokens_of_merged_weights(
+    eager: bool, tiny: Path, adapters: dict[str, Path], expected: dict[str, Any]
+) -> None:
+    options = {"device": "cuda", "block_tokens": 16, "kv_memory": "64MiB", "max_running": 4, "chunk_tokens": 64}
+    with engine(tiny, max_loras=3, eager=eager, **options) as llm:
+        for name, path in adapters.items():
+            llm.adapters.load(name, str(path))
+        names = ["", "a", "b", "a"]
+        for name, output in zip(names, answers(llm, names), strict=True):
+            tokens, logprobs = spoken(output)
+            assert tokens == expected[name][0]
+            assert logprobs == pytest.approx(expected[name][1], abs=2e-3)  # float32 sums in another order
+
+
 def test_tiers_keep_adapters_apart_and_find_the_same_one_under_another_name(
     tiny: Path, adapters: dict[str, Path], expected: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -126,25 +143,49 @@ def test_an_adapter_that_was_replaced_gives_its_own_tokens(
         assert answers(llm, ["a"])[0].token_ids == expected["a"][0]
 
 
-def test_compiled_layers_join_the_weights_behind_adapters(tiny: Path, adapters: dict[str, Path]) -> None:
-    model = load_model(str(tiny), block_tokens=4, dtype="float32")
+def test_compiled_layers_join_weights_and_adapters(tiny: Path, adapters: dict[str, Path]) -> None:
+    model = load_model(str(tiny), dtype="float32", block_tokens=4)
     model.add_adapters(slots=2, rank=8)
-    assert model.adapters is not None
-    model.adapters.put(2, model.adapters.read(str(adapters["b"])))
     tokens = torch.tensor(PROMPT)
 
-    def logits() -> torch.Tensor:
+    def logits(name: str) -> torch.Tensor:
         assert model.adapters is not None
+        model.adapters.put(2, model.adapters.read(str(adapters[name])))
         model.adapters.choose(torch.full((len(PROMPT),), 2))
         batch = one_row(torch.zeros(model.layout.shape(10)), len(PROMPT))
         return model.forward(tokens, torch.arange(len(PROMPT)), batch, torch.arange(len(PROMPT)))
 
-    expected = logits()
+    expected = {name: logits(name) for name in adapters}
     compile_layers(model, backend="eager")
     with compiling():
-        torch.testing.assert_close(logits(), expected, atol=1e-4, rtol=1e-4)
-    attention = model.module.model.layers[0].self_attn
-    assert isinstance(attention.k_proj, AdaptedLinear) and isinstance(attention.k_proj.base, JoinedPart)
+        for name in adapters:
+            torch.testing.assert_close(logits(name), expected[name], atol=1e-4, rtol=1e-4)
+    layer = model.module.model.layers[0]
+    query, value, output = (getattr(layer.self_attn, name)._joined[0] for name in ("q_proj", "v_proj", "o_proj"))
+    assert isinstance(query, AdaptedJoin) and query is value is not output
+    assert layer.mlp.down_proj._joined and isinstance(layer.mlp.down_proj.base, JoinedPart)
+
+
+@pytest.mark.parametrize(
+    ("count", "sizes", "columns", "dtype"),
+    [
+        (5, (64, 32, 32), 24, torch.float32),
+        (70, (48, 16), 160, torch.float32),
+        (33, (96,), 16, torch.float16),
+    ],
+)
+def test_the_kernel_adds_the_adapters_of_joined_projections(
+    count: int, sizes: tuple[int, ...], columns: int, dtype: torch.dtype
+) -> None:
+    random, outputs = torch.Generator().manual_seed(0), sum(sizes)
+    product = torch.randn(count, outputs + len(sizes) * columns, generator=random).to(dtype)
+    mask = (torch.rand(count, columns, generator=random) < 0.3).to(dtype)
+    up = torch.randn(outputs, columns, generator=random).to(dtype)
+    ends = [*itertools.accumulate(sizes)]
+    result = torch.full((count, outputs), torch.nan, dtype=dtype)
+    launch_add_adapters(product, mask, up, result, ends)
+    expected = add_adapters(product.double(), mask.double(), up.double(), ends)
+    torch.testing.assert_close(result.double(), expected, atol=1e-4, rtol=1e-5 if dtype is torch.float32 else 1e-2)
 
 
 @pytest.fixture(scope="module")

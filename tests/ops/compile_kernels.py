@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 from sidestream.attention.triton import gated_delta_chunks as chunks
 from sidestream.attention.triton import gated_delta_kernels as gated_delta
 from sidestream.attention.triton import kernels as attention
-from sidestream.ops import draft_kernels, step_kernels
+from sidestream.ops import adapter_kernels, draft_kernels, step_kernels
 from sidestream_kv.device.cuda import kernels as copies
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -81,6 +81,11 @@ compiled(draft_kernels.argmax_of_parts, BF16, "*fp32", INT, *["i32"] * 3)
 compiled(draft_kernels.argmax_of_maxima, "*fp32", INT, LONG, "*u8", "i32")
 compiled(draft_kernels.match_ngram, INT, LONG, LONG, LONG, *["i32"] * 5)
 compiled(draft_kernels.take_forced, LONG, LONG, INT, LONG, LONG, *["i32"] * 4)
+for dtype, tokens, outputs in ((BF16, 32, 32), (BF16, 64, 64), (FLOAT, 64, 64)):
+    compiled(
+        adapter_kernels.add_adapters, *[dtype] * 4, *["i32"] * 5,
+        COLUMNS=128, CHUNK=128, TOKENS=tokens, OUTPUTS=outputs, PRECISION="ieee",
+    )  # fmt: skip
 
 heads = {"KV_HEADS": 8, "HEAD_DIM": 128}
 for kv_heads, size, value_size, width in ((8, 128, 128, 1024), (1, 512, 64, 512)):

@@ -23,7 +23,7 @@ def test_every_kernel_compiles_for_hopper() -> None:
         "update_block_tables", "draft_rows", "resolve_inputs", "resolve_inputs", "draft_slots", *["advance"] * 6,
         *[*["search_threshold", "sum_weights"] * 2, "keep_typical", *["sample_token"] * 2, "penalise", "mask"] * 3,
         "previous_hidden", "keep_hidden",
-        "argmax_of_parts", "argmax_of_maxima", "match_ngram", "take_forced",
+        "argmax_of_parts", "argmax_of_maxima", "match_ngram", "take_forced", *["add_adapters"] * 3,
         *["write"] * 2, *["attend"] * 6, *["combine"] * 2, "gather_contiguous", "gather_contiguous",
         "attend_contiguous", "convolve", "recur", "norm", *["solve", "advance"] * 2,
         *["pack_vectors"] * 3,

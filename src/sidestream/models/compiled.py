@@ -23,7 +23,8 @@ from transformers import AttentionInterface
 
 from sidestream.models import adapter
 from sidestream.models.adapter import PagedModel
-from sidestream.models.joined import join_projections
+from sidestream.models.joined import join_adapted, join_projections
+from sidestream.models.lora import AdaptedLinear
 from sidestream.models.mtp import MtpHead
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,8 @@ def compile_layers(model: PagedModel | MtpHead, *, backend: str | Callable[..., 
             # weights together are most of a model.
             for parent in [part for part in _module(model).modules() if all(hasattr(part, name) for name in names)]:
                 join_projections(parent, names)
+        for adapted in [part for part in _module(model).modules() if isinstance(part, AdaptedLinear)]:
+            join_adapted([adapted])
     AttentionInterface.register(_OUTSIDE, torch.compiler.disable(adapter.paged_attention_hook))  # type: ignore[no-untyped-call]
     _module(model).config._attn_implementation = _OUTSIDE
     options: Any = {"joint_custom_pre_pass": _MERGE_PRODUCTS} if backend == "inductor" else None
@@ -210,7 +213,7 @@ class _MergeProducts(CustomGraphPass):
             aten._to_copy,
         )
         pure = {op.default for op in (*products, *views, *rounding, torch.ops.prims.convert_element_type)}
-        pure |= {aten.div.Tensor, aten.mul.Tensor}
+        pure |= {aten.div.Tensor, aten.mul.Tensor, torch.ops.sidestream.add_adapters.default}
         first: dict[tuple[Any, ...], torch.fx.Node] = {}
         for node in list(graph.nodes):
             if node.op != "call_function" or node.target not in pure:

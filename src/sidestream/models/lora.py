@@ -53,7 +53,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-class _Mask:
+class ColumnMask:
     """Which columns of `down` count for each token of the pass, `[T, slots * rank]`; None: no adapter counts."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class _Mask:
 class AdaptedLinear(nn.Module):
     """A Linear with the matrices of all adapters."""
 
-    def __init__(self, base: Any, mask: _Mask, columns: int, like: Tensor) -> None:
+    def __init__(self, base: Any, mask: ColumnMask, columns: int, like: Tensor) -> None:
         """`like`: gives dtype and device."""
         super().__init__()
         self.base = base
@@ -71,12 +71,24 @@ class AdaptedLinear(nn.Module):
         self.up: Tensor
         self.register_buffer("down", torch.zeros(columns, base.in_features, dtype=like.dtype, device=like.device))
         self.register_buffer("up", torch.zeros(base.out_features, columns, dtype=like.dtype, device=like.device))
-        self._mask = mask
+        self.mask = mask
+        self._joined: tuple[nn.Module, int] | None = None
+
+    def join(self, base: nn.Module, joined: nn.Module, down: Tensor, up: Tensor, first: int) -> None:
+        """From now on, compiled code computes this Linear as the outputs of `joined` from `first` on. `base`, `down`
+        and `up` are parts of its memory.
+        """
+        self.base, self.down, self.up = base, down, up
+        self._joined = joined, first
 
     def forward(self, states: Tensor) -> Tensor:
         """`[..., T, in_features]` to `[..., T, out_features]`."""
+        mask = self.mask.value
+        if self._joined is not None and mask is not None and torch.compiler.is_compiling():
+            joined, first = self._joined
+            outputs: Tensor = joined(states)
+            return outputs[..., first : first + len(self.up)]
         product: Tensor = self.base(states)
-        mask = self._mask.value
         return product if mask is None else product + linear(linear(states, self.down) * mask, self.up)
 
 
@@ -116,7 +128,7 @@ class Adapters:
         """
         self.slots, self.rank = slots, rank
         self._like = next(module.parameters()).new_empty(0, dtype=dtype)
-        self._mask = _Mask()
+        self._mask = ColumnMask()
         self._chosen: Tensor | None = None
         table = torch.eye(slots).repeat_interleave(rank, 1).to(self._like)
         self._columns = pad(table, (0, 0, 1, 0))  # [slots + 1, slots * rank]

@@ -320,6 +320,8 @@ class StepWork:
     ) -> None:
         """Sample the step's tokens, and deliver them: by a graph if sampling is captured for the step's mode."""
         captured, gated = step.captured, bool(step.gates.by_layer)
+        if masks is not None and step.mode is not SamplingMode.HOST:
+            self._ops.mask(output.logits, *masks)  # rule: masked-tokens-are-not-sampled
         if captured is not None and self.graphs is not None and step.mode in captured.modes(gated=gated):
             self.graphs.draw(captured, step.mode, gated=gated)
         elif any(batch.columns.samples):

@@ -54,8 +54,7 @@ class SamplingMode(IntEnum):
     RANDOM      temperature and filters
     PENALISED   also penalties
     HOST        also options that only the host knows: logit bias, token ids that are forbidden before `min_tokens`
-                outputs, token masks, log-probabilities; and typical-p, whose kernel reads all logits many times. Never
-                captured
+                outputs, log-probabilities; and typical-p, whose kernel reads all logits many times. Never captured
     """
 
     ARGMAX = 0
@@ -67,7 +66,7 @@ class SamplingMode(IntEnum):
     def of(cls, spec: SamplingSpec, *, outputs: int) -> SamplingMode:
         """The mode of a row with the options `spec` after `outputs` output tokens."""
         banned = outputs < spec.min_tokens and spec.forbidden_until_min  # rule: ban-is-needed
-        if spec.logit_bias or banned or spec.masked or spec.top_logprobs >= 0 or spec.is_typical:
+        if spec.logit_bias or banned or spec.top_logprobs >= 0 or spec.is_typical:
             return cls.HOST
         if spec.penalised:
             return cls.PENALISED
@@ -173,7 +172,8 @@ class Sampler:
 
         batch   the step's batch. Required by mode HOST, and by PENALISED with drafts. None: the call may be captured in
                 a graph; then it samples at padding, too
-        masks   of rows of logits that may not get every token
+        masks   of rows of logits that may not get every token, for mode HOST. For other modes, mask the logits before;
+                HOST needs them without masks, for log-probabilities
         """
         state, proposed = self._state, output.proposed
         count = len(output.logits) if batch is None else InputSizes.of(batch).logits
@@ -280,7 +280,7 @@ def draw_tokens(
     if any(len(option.forbidden) for option in options):
         logits = _forbid(logits.float(), options, output_indices, state)
     if masks is not None:
-        ops.mask(logits, *masks)  # rule: masked-tokens-are-not-sampled
+        ops.mask(logits, *masks)  # rule: masked-tokens-are-not-sampled-with-logprobs
     typical = any(option.spec.is_typical for option in options)
     tokens, finite = ops.draw(logits, slots, output_indices, state.rules.numbers, typical=typical)
     if raw is None:

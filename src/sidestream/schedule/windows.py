@@ -133,6 +133,10 @@ class WindowCache:
         """
         window, parts = self.window(num_blocks), self._layers.parts
         found = [self.on_device(request.keys[index]) for index in window]
+        if request.may_store(num_blocks, self._limits.block_tokens) == num_blocks:
+            here = [index for index, ids in zip(window, found, strict=True) if ids is not None]
+            # rule: pages-where-a-prompt-continues-are-stored
+            self._to_store += [part for index in here for part in self.part_keys(request.keys[index])]
         lease = self._blocks.share([block for ids in found if ids is not None for block in ids])
         fresh = self._blocks.take(parts * found.count(None))
         loaded = FreshPages(tuple(fresh.ids), fresh.after)

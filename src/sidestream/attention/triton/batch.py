@@ -71,7 +71,8 @@ class BatchLocation:
             )
         for name in ("slot_mapping", "block_tables", "cu_seqlens_q", "kv_lens"):
             part: torch.Tensor = getattr(self, name)
-            if part.dtype not in (torch.int32, torch.int64) or part.stride(-1) != 1:
+            # The stride of a dimension of one element is arbitrary.
+            if part.dtype not in (torch.int32, torch.int64) or (part.stride(-1) != 1 and part.shape[-1] > 1):
                 raise InvariantError(
                     f"{name} is {part.dtype} with stride {part.stride(-1)}: dense int32 or int64 expected"
                 )
