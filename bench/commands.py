@@ -422,7 +422,13 @@ def ranks(
     parts: Annotated[list[str] | None, typer.Argument(help="decode, ttft, resume; default: all.")] = None,
     device: GpuDevice = CUDA,
     shape: Shape = "qwen3-8b",
-    tensor_parallel: Annotated[int, count("--tensor-parallel", "Number of ranks to compare with one rank.")] = 2,
+    tensor_parallel: Annotated[int, count("--tensor-parallel", "Number of ranks to measure.")] = 2,
+    over: Annotated[
+        int, count("--over", "Number of ranks to compare with, if the model does not fit one; 0: compare with none.")
+    ] = 1,
+    layers: Annotated[
+        int | None, option("--layers", "N", "Only the first N layers, to try the command.", "all", whole)
+    ] = None,
     kv_memory: Annotated[
         str | None, option("--kv-memory", "SIZE", "KV memory of each rank.", show_default="8GiB; on a CPU 8MiB")
     ] = None,
@@ -430,8 +436,10 @@ def ranks(
     """Tensor parallelism on GPUs: step time, TTFT, and TTFT with KV in host memory, of several ranks, divided by those
     of one rank; and the bandwidth of loads from host memory.
     """
-    check_at_least({"tensor_parallel": (tensor_parallel, 2)})
-    return _random(shape, bounded=device == CUDA)
+    check_at_least({"tensor_parallel": (tensor_parallel, 2), "over": (over, 0)})
+    if over >= tensor_parallel:
+        raise ConfigError(f"--over is {over}: give fewer ranks than --tensor-parallel, which is {tensor_parallel}")
+    return _random(shape, bounded=device == CUDA and layers is None)
 
 
 @_command()

@@ -1,4 +1,5 @@
-"""Tensor parallelism on GPUs: compares the same model, with random weights, on one rank and on several ranks.
+"""Tensor parallelism on GPUs: compares the same model, with random weights, on several ranks and on one, or on as few
+as it fits.
 
 Measures the step time of decoding, TTFT without cached KV and with KV in host memory, ITL while the KV of a long
 request is loaded (a resume), and the bandwidth at which all ranks load KV from host memory, each over its own link.
@@ -22,9 +23,11 @@ from sidestream_kv.config import OffloadConfig, unknown_name
 from sidestream_kv.device.choice import torch_device
 from sidestream_kv.device.kinds import CUDA
 
-# Only steps with these numbers of rows, and TTFT of prompts of this length, have bounds, for two ranks.
+# Only steps with these numbers of rows, and TTFT of prompts of this length, have bounds.
 _BOUNDED_ROWS = (1, 32)
 _BOUNDED_LENGTH = 8192
+# By the number of ranks, over one rank: a step and a TTFT without cached KV at most, the bandwidth of loads at least.
+_BOUNDS = {2: (0.62, 0.6, 1.9), 4: (0.36, 0.33, 3.6)}
 _ROUNDS = 5
 
 PARTS = ("decode", "ttft", "resume")
@@ -76,9 +79,12 @@ def measure(
     kv_memory: str | None,
     parts: Sequence[str] | None,
     on_progress: Callable[[str], None],
+    over: int = 1,
+    layers: int | None = None,
 ) -> list[Figure]:
-    """The figures of these parts (None: of all) with `tensor_parallel` ranks, compared with one rank. `kv_memory`: KV
-    memory of each rank; None: the benchmark's default. Raises ConfigError for an unknown part.
+    """The figures of these parts (None: of all) with `tensor_parallel` ranks, compared with `over` ranks; 0: with none.
+    `kv_memory`: KV memory of each rank; None: the benchmark's default. `layers`: the first layers; None: all. Raises
+    ConfigError for an unknown part.
     """
     parts = parts or PARTS
     for part in parts:
@@ -95,12 +101,14 @@ def measure(
         on_progress("writing random weights")
         words = tiny_model_dir("llama", Path(scratch, "words"), seed=0)
         model = Path(scratch, "model")
-        random_checkpoint(shape, model, tokenizer=words, device=torch_device(device))
-        resumes = "resume" in parts
-        one = _times(str(model), device, shape, 1, sizes, resumes, on_progress)
-        same = replace(sizes, decode=tuple((rows, one.contexts[rows], bound) for rows, _, bound in sizes.decode))
-        many = _times(str(model), device, shape, tensor_parallel, same, resumes, on_progress)
-    return _figures(one, many, tensor_parallel, sizes)
+        random_checkpoint(shape, model, tokenizer=words, device=torch_device(device), layers=layers)
+        resumes, few = "resume" in parts, None
+        if over:
+            few = _times(str(model), device, shape, over, sizes, resumes, on_progress)
+            same = tuple((rows, few.contexts[rows], bound) for rows, _, bound in sizes.decode)
+            sizes = replace(sizes, decode=same)
+        many = _times(str(model), device, shape, tensor_parallel, sizes, resumes, on_progress)
+    return _figures(over, few, tensor_parallel, many, sizes)
 
 
 def _times(
@@ -182,42 +190,45 @@ def _loaded(rig: Rig) -> tuple[float, float]:
     return metrics.value("transfer_bytes_total", "load"), 0.0 if seconds is None else seconds.total
 
 
-def _figures(one: _Times, many: _Times, ranks: int, sizes: Sizes) -> list[Figure]:
+def _figures(over: int, few: _Times | None, ranks: int, many: _Times, sizes: Sizes) -> list[Figure]:
+    """The figures of `ranks` ranks, and of `over` ranks if these were measured."""
+    step, cold, loads = _BOUNDS.get(ranks, (None, None, None)) if over == 1 else (None, None, None)
+
+    def pair(name: str, at: int, of: Callable[[_Times], dict[int, float]], bound: Bound | None = None) -> list[Figure]:
+        what, own_s = f"{name}{at}", of(many)[at]
+        own = [Figure(f"tp{ranks}_{what}_ms", 1e3 * own_s, "ms")]
+        if few is None:
+            return own
+        ratio = Figure(f"tp{ranks}_over_tp{over}_{what}", own_s / of(few)[at], "ratio", bound)
+        return [ratio, *own, Figure(f"tp{over}_{what}_ms", 1e3 * of(few)[at], "ms")]
+
     figures = []
-    for rows, _, _ in sizes.decode:
-        bound = at_most(0.62) if ranks == 2 and rows in _BOUNDED_ROWS else None
-        figures += _pair("decode_b{}", rows, one.step_s[rows], many.step_s[rows], ranks, bound)
-        figures.append(Figure(f"decode_b{rows}_prompt_tokens", one.contexts[rows], "tokens"))
-    for length, _ in sizes.cold:
-        bound = at_most(0.6) if ranks == 2 and length == _BOUNDED_LENGTH else None
-        figures += _pair("ttft_cold_{}", length, one.cold_s[length], many.cold_s[length], ranks, bound)
-    for length, *_ in sizes.from_host:
-        figures += _pair("ttft_host_{}", length, one.host_s[length], many.host_s[length], ranks, None)
-    if sizes.from_host:
-        gain = at_least(1.9) if ranks == 2 else None
-        figures += [
-            Figure(f"tp{ranks}_over_tp1_load_gb_s", many.load_bytes_s / one.load_bytes_s, "ratio", gain),
-            Figure(f"tp{ranks}_load_gb_s", many.load_bytes_s / 1e9, "GB/s"),
-            Figure("tp1_load_gb_s", one.load_bytes_s / 1e9, "GB/s"),
-        ]
+    for rows, context in many.contexts.items():
+        bound = None if step is None or rows not in _BOUNDED_ROWS else at_most(step)
+        figures += pair("decode_b", rows, lambda times: times.step_s, bound)
+        figures.append(Figure(f"decode_b{rows}_prompt_tokens", context, "tokens"))
+    for length in many.cold_s:
+        bound = None if cold is None or length != _BOUNDED_LENGTH else at_most(cold)
+        figures += pair("ttft_cold_", length, lambda times: times.cold_s, bound)
+    for length in many.host_s:
+        figures += pair("ttft_host_", length, lambda times: times.host_s)
+    if sizes.from_host and few is not None:
+        gain = None if loads is None else at_least(loads)
+        ratio = many.load_bytes_s / few.load_bytes_s
+        figures.append(Figure(f"tp{ranks}_over_tp{over}_load_gb_s", ratio, "ratio", gain))
+    measured = [(ranks, many)] + ([] if few is None else [(over, few)])
+    for size, times in measured:
+        if sizes.from_host:
+            figures.append(Figure(f"tp{size}_load_gb_s", times.load_bytes_s / 1e9, "GB/s"))
+    idle = {ranks: at_most(0.02)}
     figures += [
-        Figure(f"tp{ranks}_idle_share_max", many.idle_share, "share", at_most(0.02)),
-        Figure("tp1_idle_share_max", one.idle_share, "share"),
-        Figure(f"tp{ranks}_host_waits_besides_commits", many.host_waits, "waits", at_most(0)),
+        Figure(f"tp{size}_idle_share_max", times.idle_share, "share", idle.get(size)) for size, times in measured
     ]
-    for size, times in ((ranks, many), (1, one)):
+    figures.append(Figure(f"tp{ranks}_host_waits_besides_commits", many.host_waits, "waits", at_most(0)))
+    for size, times in measured:
         figures += [
             replace(times.resume[name], name=f"tp{size}_{name}", bound=None)
             for name in ("resume_ttft_ms", "itl_p99_during_resume", "itl_p99_during_resume_ms", "itl_median_alone_ms")
             if name in times.resume
         ]
     return figures
-
-
-def _pair(name: str, of: int, one_s: float, many_s: float, ranks: int, bound: Bound | None) -> list[Figure]:
-    what = name.format(of)
-    return [
-        Figure(f"tp{ranks}_over_tp1_{what}", many_s / one_s, "ratio", bound),
-        Figure(f"tp{ranks}_{what}_ms", 1e3 * many_s, "ms"),
-        Figure(f"tp1_{what}_ms", 1e3 * one_s, "ms"),
-    ]

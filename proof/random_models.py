@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -36,6 +37,7 @@ from sidestream_kv.device.kinds import on_gpu
 from sidestream_kv.kv.layout import KVLayout
 
 _QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960}
+_FILE_BYTES = 4 * 10**9
 # This file is written last. A directory without it is incomplete.
 _MARK = "random-weights.json"
 _TOKENIZER_FILES = (
@@ -222,6 +224,32 @@ _PLAIN: Mapping[str, tuple[type[Any], Mapping[str, Any]]] = {
             "num_attention_heads": 2,
         },
     ),
+    "tiny-eight-heads": (
+        LlamaConfig,
+        {
+            "vocab_size": 512,
+            "head_dim": 16,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 1024,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 8,
+        },
+    ),
+    "llama-3.1-70b": (
+        LlamaConfig,
+        {
+            "vocab_size": 128256,
+            "head_dim": 128,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "hidden_size": 8192,
+            "intermediate_size": 28672,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+        },
+    ),
     "llama-3.2-1b": (
         LlamaConfig,
         {
@@ -241,9 +269,13 @@ SHAPES: Mapping[str, tuple[type[Any], Mapping[str, Any]]] = {
     **_PLAIN,
     "qwen3-8b-fp8": _PLAIN["qwen3-8b"],
     "qwen3-8b-fp8-blocks": _PLAIN["qwen3-8b"],
+    "llama-3.1-70b-fp8": _PLAIN["llama-3.1-70b"],
+    "llama-3.1-70b-fp8-blocks": _PLAIN["llama-3.1-70b"],
+    "tiny-eight-heads-fp8": _PLAIN["tiny-eight-heads"],
+    "tiny-eight-heads-fp8-blocks": _PLAIN["tiny-eight-heads"],
 }
 """Shapes by name: class and fields of the config. All other fields have the defaults of the class."""
-_IN_BLOCKS = {"qwen3-8b-fp8": False, "qwen3-8b-fp8-blocks": True}
+_IN_BLOCKS = {shape: shape.endswith("blocks") for shape in SHAPES if "-fp8" in shape}
 """Shapes with projections in 8-bit floats, and whether their scales are those of blocks."""
 
 
@@ -290,20 +322,30 @@ def _windows_of(config: Any) -> tuple[int, ...]:
     return windows if any(windows) else ()
 
 
-def random_module(shape: str, *, device: torch.device, attention: str = "sdpa", seed: int = 0) -> Any:
-    """The same model as transformers builds it, with the given `attention`. Raises ConfigError for an unknown shape."""
+def random_module(
+    shape: str, *, device: torch.device, attention: str = "sdpa", seed: int = 0, layers: int | None = None
+) -> Any:
+    """The same model as transformers builds it, with the given `attention`, and with all its layers or the first ones.
+    Raises ConfigError for an unknown shape, and for more layers than it has.
+    """
     if shape not in SHAPES:
         raise ConfigError(unknown_name("shape", shape, tuple(SHAPES)))
     kind, fields = SHAPES[shape]
     config = kind(**{"tie_word_embeddings": False, **fields})
+    if layers is not None:
+        if not 1 <= layers <= config.num_hidden_layers:
+            raise ConfigError(f"--layers is {layers}: give 1 to {config.num_hidden_layers}, which {shape} has")
+        config.num_hidden_layers = layers
     with torch.random.fork_rng(devices=[device] if on_gpu(device) else []), device:
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention).eval()
 
 
-def random_checkpoint(shape: str, directory: Path, *, tokenizer: Path, device: torch.device, seed: int = 0) -> None:
+def random_checkpoint(
+    shape: str, directory: Path, *, tokenizer: Path, device: torch.device, seed: int = 0, layers: int | None = None
+) -> None:
     """Write a checkpoint with one of the `SHAPES` in bfloat16, with random weights drawn on `device` and the tokenizer
-    of another model's directory.
+    of another model's directory. `layers`: only so many layers; None: all.
 
     Every token of its greedy outputs has text, so a streamed answer has one piece per token. Special tokens, parts of
     characters and ids unknown to the tokenizer never have the largest logit. An existing directory with the same
@@ -311,6 +353,8 @@ def random_checkpoint(shape: str, directory: Path, *, tokenizer: Path, device: t
     unreadable tokenizer.
     """
     holds = {"shape": shape, "seed": seed, "tokenizer": str(tokenizer.resolve())}
+    if layers is not None:
+        holds["layers"] = layers
     mark = directory / _MARK
     if mark.exists() and json.loads(mark.read_text(encoding="utf-8")) == holds:
         return
@@ -318,20 +362,78 @@ def random_checkpoint(shape: str, directory: Path, *, tokenizer: Path, device: t
         raise ConfigError(
             f"{directory} does not hold random weights of {shape} with the tokenizer of {tokenizer}: name another one"
         )
-    module = random_module(shape, device=device, seed=seed)
+    in_parts = shape in _IN_BLOCKS or shape.startswith("llama-3.1-70b")
+    module = random_module(shape, device=torch.device("meta") if in_parts else device, seed=seed, layers=layers)
     words = Tokenizer.load(str(tokenizer))
     whole = [
         token for token in range(min(words.vocab_size, module.config.vocab_size)) if _is_whole(words.decode([token]))
     ]
-    _draw_only(module.get_output_embeddings().weight, whole)
     directory.mkdir(parents=True, exist_ok=True)
-    _save_quietly(module, directory)
+    if in_parts:
+        _save_in_parts(module, directory, whole, device=device, seed=seed, blocks=_IN_BLOCKS.get(shape))
+    else:
+        _draw_only(module.get_output_embeddings().weight, whole)
+        _save_quietly(module, directory)
     for pattern in _TOKENIZER_FILES:
         for file in tokenizer.glob(pattern):
             shutil.copy(file, directory)
     mark.write_text(json.dumps(holds), encoding="utf-8")
     del module
     gc.collect()  # it refers to itself, so its weights would stay on the device
+
+
+def _save_in_parts(
+    module: Any, directory: Path, token_ids: list[int], *, device: torch.device, seed: int, blocks: bool | None
+) -> None:
+    """Draw the weights of a module on the meta device one after another, and write them: a large model never is whole
+    in memory. Matrices are drawn as transformers draws those of Llama and Qwen.
+
+    token_ids   tokens that greedy outputs may have
+    blocks      write projections in 8-bit floats, with scales of blocks (True) or rows (False); None: write none
+    """
+    needed = sum(weight.numel() * weight.element_size() for weight in module.parameters())
+    needed //= 1 if blocks is None else 2
+    if (free := shutil.disk_usage(directory).free) < needed:
+        raise ConfigError(
+            f"the weights take {needed / 1e9:.0f} GB, and {directory} has {free / 1e9:.0f} GB free: set TMPDIR to a "
+            "larger disk, or choose a shape with -fp8"
+        )
+    scale, quantisation = (
+        ("weight_scale_inv", {"quant_method": "fp8", "weight_block_size": [128, 128]})
+        if blocks
+        else (
+            "weight_scale",
+            {"quant_method": "fbgemm_fp8"},
+        )
+    )
+    generator, files, held, num_bytes = torch.Generator(device).manual_seed(seed), dict[str, str](), {}, 0
+    names = [name for name, _ in module.named_parameters()]
+    for name in names:
+        weight = torch.empty(module.get_parameter(name).shape, dtype=torch.bfloat16, device=device)
+        if weight.dim() < 2:
+            weight.fill_(1.0)
+        else:
+            weight.normal_(0.0, module.config.initializer_range, generator=generator)
+        if name == "lm_head.weight":
+            _draw_only(weight, token_ids)
+        if blocks is not None and name.endswith("_proj.weight"):
+            linear = nn.Linear(1, 1, bias=False)
+            linear.weight = nn.Parameter(weight, requires_grad=False)
+            rounded = Fp8Linear.of(linear, blocks=blocks)
+            held[name] = rounded.weight.cpu()
+            held[f"{name.removesuffix('weight')}{scale}"] = (rounded.scale if blocks else rounded.scale[:, None]).cpu()
+        else:
+            held[name] = weight.cpu()
+        num_bytes += held[name].nbytes
+        if num_bytes > _FILE_BYTES or name == names[-1]:
+            file = f"model-part-{len(set(files.values()))}.safetensors"
+            save_file(held, directory / file, metadata={"format": "pt"})
+            files |= dict.fromkeys(held, file)
+            held, num_bytes = {}, 0
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}), encoding="utf-8")
+    if blocks is not None:
+        module.config.quantization_config = quantisation
+    module.config.save_pretrained(directory)
 
 
 def _save_quietly(module: Any, directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import sys
@@ -13,13 +14,14 @@ from typing import Any
 
 import pytest
 import rank_that_ends
+from adapter_rig import edit_adapter, make_adapter
 from rank_that_ends import is_rank
 
 from proof.disk_slots import DiskSlots
 from proof.tiny_models import tiny_model_dir
 from sidestream import LLM, ConfigError, ModelError, OffloadConfig, SamplingParams, SpeculativeConfig
 from sidestream.config import EngineConfig
-from sidestream.errors import OutOfDeviceMemory, ProcessFailed, RequestError
+from sidestream.errors import OutOfDeviceMemory, ProcessFailed, RequestError, RequestRejected
 from sidestream.ranks.worker_pool import RankProcesses
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
@@ -74,6 +76,58 @@ def test_two_ranks_equal_one_with_offload_preemption_and_drafts(model: Path, tmp
         LLM(model, tensor_parallel=4, offload=offload, **options)
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "kimi_linear"])
+def test_hybrids_on_two_ranks_equal_one_from_every_tier(family: str, tmp_path: Path) -> None:
+    """KV, latents and recurrent states of both ranks are one entry: on disk, both ranks hold the same entries."""
+    model = tiny_model_dir(family, tmp_path / family, 0)
+    options = OPTIONS | {"chunk_tokens": 16, "speculative": SpeculativeConfig("ngram", max_drafts=2)}
+    with LLM(model, kv_memory="4MiB", **options) as llm:
+        expected, expected_logprobs, _ = answers(llm)
+    offload = OffloadConfig(host="8MiB", disk=tmp_path / "kv")
+    for tier in ("host", "disk"):
+        with LLM(model, tensor_parallel=2, offload=offload, kv_memory="1MiB", **options) as llm:
+            for _ in range(2 if tier == "host" else 1):
+                tokens, logprobs, found = answers(llm)
+                assert tokens == expected
+                assert logprobs == pytest.approx(expected_logprobs, abs=5e-3)
+                if tier == "host":
+                    llm.flush()
+                    llm.reset_prefix_cache("device")
+            assert tier in found
+        entries = [sorted(DiskSlots(tmp_path / "kv" / f"rank-{rank}-of-2").slots) for rank in range(2)]
+        assert entries[0] == entries[1] != []
+
+
+def test_adapters_on_two_ranks_give_the_tokens_of_one(model: Path, tmp_path: Path) -> None:
+    adapters = [make_adapter(model, tmp_path / name, seed) for seed, name in enumerate("ab", start=1)]
+    damaged = make_adapter(model, tmp_path / "damaged", 3)
+    edit_adapter(damaged, lambda name, tensor: None if "layers.2.self_attn.o_proj.lora_B" in name else tensor)
+    asked = [dataclasses.replace(PARAMS, adapter=name) for name in ("", "a", "b", "a", "", "b")]
+    options = OPTIONS | {"max_loras": 2, "chunk_tokens": 16}
+    found = []
+    for ranks, memory in ((1, "4MiB"), (2, "2MiB")):
+        offload = OffloadConfig(host="8MiB")
+        with LLM(model, tensor_parallel=ranks, kv_memory=memory, offload=offload, **options) as llm:
+            llm.adapters.load("a", str(adapters[1]))  # is replaced
+            llm.adapters.unload("a")
+            for name, path in zip("ab", adapters, strict=True):
+                llm.adapters.load(name, str(path))
+            llm.generate(PROMPTS, asked)
+            llm.flush()
+            llm.reset_prefix_cache("device")
+            with pytest.raises(RequestRejected, match="all 2 slots are in use"):
+                llm.adapters.load("c", str(adapters[0]))
+            llm.adapters.unload("b")
+            with pytest.raises(RequestRejected, match="only one of the matrices"):
+                llm.adapters.load("c", str(damaged))
+            llm.adapters.load("b", str(adapters[1]))
+            outputs = llm.generate(PROMPTS, asked)
+            assert all(output.cached.host > 0 for output in outputs)
+            found.append([tuple(output.token_ids) for output in outputs])
+    assert found[0] == found[1]
+    assert len({*found[0]}) > 3
+
+
 def test_pins_hold_and_drops_reach_the_tiers_of_two_ranks(model: Path, tmp_path: Path) -> None:
     options = OPTIONS | {"kv_memory": "100KiB", "offload": OffloadConfig(host="256KiB", disk=tmp_path / "kv")}
     with LLM(model, tensor_parallel=2, **options) as llm:
@@ -120,16 +174,13 @@ def test_a_killed_rank_ends_the_engine_with_its_reason(
     assert not any(is_rank(pid) for pid in children())
 
 
-def test_options_that_ranks_lack_are_refused_before_any_process_starts(model: Path, tmp_path: Path) -> None:
+def test_options_that_ranks_lack_are_refused_before_any_process_starts(model: Path) -> None:
     with pytest.raises(ModelError, match="3 ranks cannot divide: choose one of 1, 2"):
         LLM(model, tensor_parallel=3, **OPTIONS)
     with pytest.raises(ConfigError, match="the proposer mtp does not run on 2 ranks yet: use ngram, or one rank"):
         LLM(model, tensor_parallel=2, speculative=SpeculativeConfig("mtp"), **OPTIONS)
     with pytest.raises(ConfigError, match="tensor_parallel is 0: it must be a whole number of 1 or more"):
         LLM(model, tensor_parallel=0, **OPTIONS)
-    hybrid = tiny_model_dir("qwen3_next", tmp_path / "hybrid", 0)
-    with pytest.raises(ModelError, match="recurrent"):
-        LLM(hybrid, tensor_parallel=2, **OPTIONS)
     assert not any(is_rank(pid) for pid in children())
 
 

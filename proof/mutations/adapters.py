@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from proof.mutations.operators import Delete, Never, Operator
+from proof.mutations.operators import Always, Delete, Never, Operator
 from proof.mutations.tables import Equivalent, Exempt, Mutation
 
 MUTATIONS = ()
@@ -37,13 +37,36 @@ EQUIVALENT = (
         "adapter-is-served-once-it-is-there",
         "a request reads matrices that are not there yet",
         "an_adapter_is_served_once_its_matrices_are_on_the_device",
-        Never(),
     ),
     _noticed(
         "adapter-has-a-deadline",
         "an operator waits for ever for a device that hangs, and no other adapter can be loaded",
         "an_adapter_that_comes_too_late_is_not_served",
         Never(),
+    ),
+    _noticed(
+        "adapter-is-read-on-every-rank",
+        "a rank puts the adapter before into a slot, because it has not read this one yet",
+        "an_adapter_is_put_once_every_rank_has_read_it",
+    ),
+    _noticed(
+        "adapter-of-a-failed-rank-is-refused",
+        "ranks compute with different adapters",
+        "an_adapter_that_a_rank_cannot_read_is_served_by_none",
+        Never(),
+    ),
+    _noticed(
+        "adapter-is-put-on-every-rank",
+        "rank 0 computes with the adapter, the other ranks without",
+        "an_adapter_is_put_once_every_rank_has_read_it",
+        Always(),
+    ),
+    _noticed(
+        "ranks-read-the-same-adapter",
+        "ranks compute with different adapters, because its file changed between their reads",
+        "an_adapter_that_differs_from_that_of_rank_0_is_a_failure",
+        Never(),
+        file="ranks/test_follower.py",
     ),
 )
 

@@ -150,7 +150,6 @@ EXEMPT = (
     Exempt("attach_draft", ("replace",), _COPY),
     Exempt("attach_head", ("replace",), _COPY),
     Exempt("_parts_of_rank", ("replace", "replace"), _COPY),
-    Exempt("_parts_of_rank", ("state",), "a name of a part of the layout, not a state of a request"),
     Exempt("load_model", ("replace",), _COPY),
     Exempt("load_model", ("fingerprint=",), "the constructor requires it, and keys of all models contain it"),
     Exempt("MtpHead.joined", ("join",), "a matrix product, not a thread"),

@@ -310,8 +310,6 @@ class EngineConfig:
         object.__setattr__(self, "lora_modules", tuple(self.lora_modules))
         if wrong := [one for one in self.lora_modules if not all(one.partition("=")[::2])]:
             raise ConfigError(f"lora_modules has {wrong[0]!r}: give NAME=DIRECTORY")
-        if self.num_loras and self.tensor_parallel > 1:
-            raise ConfigError(f"adapters with tensor_parallel {self.tensor_parallel} are not supported: give one rank")
         share = self.self_check
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise ConfigError(

@@ -76,6 +76,33 @@ def test_benchmark_measures_on_the_cpu_too(name: str, run: Run) -> None:
         assert figures["stored_gib"]["value"] > 0
 
 
+@pytest.mark.parametrize(
+    ("shape", "size", "over"), [("tiny-eight-heads-fp8-blocks", 4, 2), ("tiny-eight-heads-fp8", 2, 0)]
+)
+def test_ranks_are_compared_with_fewer_ranks_or_with_none(shape: str, size: int, over: int, run: Run) -> None:
+    """As on a machine with four GPUs, for a model that does not fit one. Layers are left out, to try it before."""
+    given = ("--device", "cpu", "--shape", shape, "--tensor-parallel", str(size), "--over", str(over), "--layers", "1")
+    done = run("ranks", "decode", "--json", *given)
+    assert done.exit_code == 0, done.stderr
+    names = {figure["name"] for figure in json.loads(done.stdout)["figures"]}
+    assert {f"tp{size}_decode_b1_ms", f"tp{size}_idle_share_max"} <= names
+    ratios = {name for name in names if "_over_" in name}
+    assert ("tp4_over_tp2_decode_b1" in ratios) if over else not ratios
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ("--over 4 --tensor-parallel 4", "--over is 4: give fewer ranks than --tensor-parallel, which is 4"),
+        ("--shape llama-3.1-70b --layers 81", "--layers is 81: give 1 to 80, which llama-3.1-70b has"),
+    ],
+)
+def test_ranks_that_cannot_be_compared_are_refused(given: str, reason: str, run: Run) -> None:
+    done = run("ranks", "--device", "cpu", *given.split())
+    assert done.exit_code != 0
+    assert reason in done.stderr
+
+
 def test_steps_that_draft_are_measured_and_no_token_depends_on_drafts(tmp_path: Path) -> None:
     model = str(tiny_model_dir("llama", tmp_path / "model", 3))
     options = {"device": "cpu", "kv_memory": "8MiB", "prefix_cache": False, "max_running": 2, "compute_threads": 1}

@@ -13,7 +13,10 @@ import pytest
 
 from sidestream.config import SamplingParams
 from sidestream.engine.adapters import LoadedAdapters
-from sidestream.errors import CallTimeout, EngineStopped, ModelNotFound, RequestRejected
+from sidestream.errors import CallTimeout, DeviceLost, EngineStopped, ModelNotFound, RequestRejected
+from sidestream.ranks.fences import Progress
+from sidestream.ranks.leader import ADAPTER_PUTS, ADAPTER_READS, Ranks
+from sidestream.ranks.messages import AdapterPut, AdapterRead, Failed, Passed
 from sidestream.schedule.limits import CheckedRequest
 
 
@@ -46,7 +49,15 @@ class Fence:
         return self.polls < 0
 
 
-def loaded(fence: Fence | None = None, turn: Callable[[float], None] = lambda seconds: None) -> LoadedAdapters:
+class Sent(list[Any]):
+    """A transport that keeps what it is given."""
+
+    send = list.append
+
+
+def loaded(
+    fence: Fence | None = None, turn: Callable[[float], None] = lambda seconds: None, ranks: Ranks | None = None
+) -> LoadedAdapters:
     def enqueue(work: Callable[[], None], *, label: str) -> Fence:
         work()
         return fence or Fence()
@@ -57,7 +68,7 @@ def loaded(fence: Fence | None = None, turn: Callable[[float], None] = lambda se
     def keys_of(tokens: Any, salt: str) -> tuple[list[bytes], int]:
         return [salt.encode()], 0
 
-    parts: Any = SimpleNamespace(adapters=Matrices(), executor=SimpleNamespace(enqueue=enqueue))
+    parts: Any = SimpleNamespace(adapters=Matrices(), executor=SimpleNamespace(enqueue=enqueue), ranks=ranks)
     return LoadedAdapters(parts, keys_of=keys_of, call=call, wait_a_turn=turn)
 
 
@@ -110,6 +121,47 @@ def test_an_adapter_that_comes_too_late_is_not_served() -> None:
     with pytest.raises(CallTimeout, match="did not reach the device within 0 s: it is not loaded"):
         adapters.load("a", "path", timeout_s=0.0)
     assert not adapters.names
+
+
+def test_an_adapter_is_put_once_every_rank_has_read_it() -> None:
+    sent: Any = Sent()
+    ranks, known = Ranks(3, sent, progress=Progress(3)), list[int]()
+
+    def turn(seconds: float) -> None:
+        assert not adapters.names
+        known.append(len(sent))
+        if len(known) in (2, 3):
+            ranks.take_in(len(known) - 1, Passed(((ADAPTER_READS, 1),)))
+        if len(known) in (4, 5):
+            ranks.take_in(len(known) - 3, Passed(((ADAPTER_PUTS, 1),)))
+
+    adapters = loaded(turn=turn, ranks=ranks)
+    adapters.load("a", "path", timeout_s=1.0)
+    assert known == [1, 1, 1, 2, 2]
+    assert sent == [AdapterRead(1, "path", "path"), AdapterPut(1, 1)]
+    assert adapters.names == {"a": 1}
+
+
+def test_an_adapter_that_a_rank_cannot_read_is_served_by_none() -> None:
+    sent: Any = Sent()
+    ranks = Ranks(2, sent, progress=Progress(2))
+
+    def turn(seconds: float) -> None:
+        ranks.take_in(1, Failed(ADAPTER_READS, 1, "ModelError", "it is damaged"))
+        ranks.take_in(1, Passed(((ADAPTER_READS, 1), (ADAPTER_PUTS, 1))))
+
+    adapters = loaded(turn=turn, ranks=ranks)
+    with pytest.raises(RequestRejected, match="the adapter is not loaded: on rank 1: it is damaged"):
+        adapters.load("a", "path", timeout_s=1.0)
+    assert not adapters.names and len(sent) == 1
+
+
+def test_a_rank_that_is_lost_ends_the_wait_for_its_adapter() -> None:
+    transport: Any = SimpleNamespace(send=lambda message: None, kill=lambda: None)
+    ranks = Ranks(2, transport, progress=Progress(2))
+    adapters = loaded(turn=lambda seconds: ranks.lose(DeviceLost("rank 1 is lost")), ranks=ranks)
+    with pytest.raises(EngineStopped, match="rank 1 is lost"):
+        adapters.load("a", "path", timeout_s=1.0)
 
 
 @pytest.mark.parametrize("name", ["", "two words", "x" * 257])

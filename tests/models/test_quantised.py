@@ -17,8 +17,10 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from proof.thread_group import run_ranks
 from proof.tiny_models import carry_head, save_head, tiny_model_dir
 from sidestream import LLM, SamplingParams
+from sidestream.errors import ModelError
 from sidestream.models import fp8, load_model
 from sidestream.models.compiled import _MergeProducts
 from sidestream.models.fp8 import Fp8Linear, _by_rows
@@ -58,7 +60,7 @@ def _fp8(block: int | None, name: str, scale_shape: Callable[[int, int], tuple[i
         if block is None:
             every = scale.reshape(-1, 1).expand(rows, columns) if scale.dim() else scale.expand(rows, columns)
         else:
-            every = torch.tensor([[float(scale[r // block, c // block]) for c in range(columns)] for r in range(rows)])
+            every = torch.kron(scale, torch.ones(block, block))[:rows, :columns]
         return {".weight": values, name: scale, ".input_scale": torch.ones(1)}, values.float() * every
 
     return write
@@ -273,6 +275,54 @@ def test_eight_bit_floats_are_kept_where_the_device_multiplies_them(
     join_projections(attention, names)
     for name, expected in zip(names, apart, strict=True):
         assert torch.equal(getattr(attention, name)(states), expected)
+
+
+IN_BLOCKS = (
+    {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    _fp8(128, ".weight_scale_inv", lambda rows, columns: (rows // 128, columns // 128)),
+)
+
+
+def in_blocks(directory: Path, *, size: int = 2) -> Path:
+    """A model with `size` blocks in each dimension of a weight."""
+    width = 128 * size
+    sizes = {"hidden_size": width, "intermediate_size": width, "head_dim": width // 4, "num_hidden_layers": 1}
+    tiny_model_dir("qwen3", directory, 0, num_key_value_heads=4, **sizes)
+    _quantise(directory, *IN_BLOCKS)
+    return directory
+
+
+@pytest.mark.parametrize(("form", "size"), [("rows", 2), ("blocks", 2), ("blocks", 4)])
+def test_ranks_divide_eight_bit_weights_with_their_scales(
+    form: str, size: int, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8, "is_faster", lambda *_: True)
+    if form == "rows":
+        _quantise(llama, *FORMATS["fbgemm"])
+    directory = llama if form == "rows" else in_blocks(tmp_path / "blocks", size=size)
+    whole = load_model(str(directory), block_tokens=4, dtype="bfloat16")
+
+    # The check at load compares the logits of both.
+    ranks = run_ranks(size, lambda group: load_model(str(directory), block_tokens=4, dtype="bfloat16", group=group))
+
+    layer, own = (module.base_model.layers[0] for module in (whole.module, ranks[0].module))
+    for name, dim in (("self_attn.q_proj", 0), ("mlp.up_proj", 0), ("self_attn.o_proj", 1), ("mlp.down_proj", 1)):
+        place = f"{name}.linear" if dim else name
+        parts = [model.module.base_model.layers[0].get_submodule(place) for model in ranks]
+        assert torch.equal(torch.cat([part.values() for part in parts], dim), layer.get_submodule(name).values())
+    assert own.mlp.up_proj.weight.dtype == torch.float8_e4m3fn
+
+
+def test_eight_bit_blocks_that_ranks_would_tear_apart_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8, "is_faster", lambda *_: True)
+    directory = in_blocks(tmp_path / "blocks")
+    reason = (
+        r"q_proj is stored in 8-bit floats, whose rows belong together by 128, but of its 256 rows, each of 4 ranks"
+    )
+    with pytest.raises(ModelError, match=rf"{reason} would get 64: choose one of 1, 2 ranks"):
+        run_ranks(4, lambda group: load_model(str(directory), block_tokens=4, dtype="bfloat16", group=group))
 
 
 def test_products_of_joined_eight_bit_projections_are_merged() -> None:

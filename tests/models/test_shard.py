@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,15 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_rig import make_adapter
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from proof.thread_group import ThreadGroup, run_ranks
-from proof.tiny_models import tiny_config, tiny_model_dir
+from proof.tiny_models import HYBRIDS, tiny_config, tiny_model_dir
 from sidestream.attention.interface import ungated
 from sidestream.errors import ModelError, ProcessFailed
-from sidestream.models import PagedModel, load_model, self_check
+from sidestream.models import PagedModel, load_model, self_check, shard_recurrent
 from sidestream.models.loader import cache_parts, read_config
-from sidestream.models.shard import rank_fingerprint, share_of
+from sidestream.models.shard import rank_fingerprint, shard, share_of
 from sidestream_kv.device.group import Group, open_group
 from sidestream_kv.device.kinds import CPU
 
@@ -25,6 +28,8 @@ BLOCK_TOKENS = 16
 TOKENS = torch.randint(250, (25,), generator=torch.Generator().manual_seed(3))
 # Float32, where the ranks' sums round differently: at most 1e-5 was measured for these models.
 BOUND = 1e-4
+# Recurrent layers amplify the rounding of single tokens: at most 5e-4 was measured. A wrong head gives more than 0.1.
+RECURRENT_BOUND = 5e-3
 FOUR_WAYS = {"num_key_value_heads": 4, "vocab_size": 260}
 # Families whose plan divides the attention heads, and families whose ranks gather queries, keys and values.
 DIVIDED = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma4", "mixtral", "glm4_moe")
@@ -86,9 +91,11 @@ def test_ranks_that_gather_queries_and_keys_hold_all_heads(family: str, tmp_path
     assert {(rank.model.num_heads, rank.model.layout.num_kv_heads) for rank in ranks} == {(4, 4)}
 
 
-@pytest.mark.parametrize(("family", "heads"), [("deepseek_v2", 2), ("glm4_moe_lite", 2), ("deepseek_v3", 4)])
-def test_ranks_hold_whole_latents(family: str, heads: int, tmp_path: Path) -> None:
-    """The plan of deepseek_v3 does not divide heads."""
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash"])
+def test_ranks_hold_whole_latents(family: str, tmp_path: Path) -> None:
+    """Transformers' plan of deepseek_v3 leaves attention whole. Experts of longcat_flash stay whole, because some of
+    them pass their input on.
+    """
     directory = tiny_model_dir(family, tmp_path / family, 0, vocab_size=260)
     whole = computed(load(directory))
 
@@ -96,7 +103,43 @@ def test_ranks_hold_whole_latents(family: str, heads: int, tmp_path: Path) -> No
 
     assert_same(ranks, whole)
     assert all(rank.kv.sub(whole.kv).nan_to_num().abs().max() < BOUND for rank in ranks)
-    assert {(rank.model.num_heads, rank.model.layout.num_kv_heads) for rank in ranks} == {(heads, 1)}
+    assert {(rank.model.num_heads, rank.model.layout.num_kv_heads) for rank in ranks} == {(2, 1)}
+
+
+def logits(module: Any) -> torch.Tensor:
+    """Of transformers' own forward, with its eager attention."""
+    with torch.inference_mode():
+        return module(input_ids=TOKENS[None], use_cache=False).logits[0].log_softmax(-1)
+
+
+@pytest.mark.parametrize("family", [*HYBRIDS, "gpt_oss", "nemotron", "granitemoeshared", "phimoe"])
+def test_layers_that_transformers_plans_leave_whole_are_divided(family: str, tmp_path: Path) -> None:
+    changes = FOUR_WAYS | ({"linear_num_key_heads": 4} if "qwen" in family else {})
+    directory = tiny_model_dir(family, tmp_path / family, 0, **changes)
+    module = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
+    whole, size = logits(module), 2 if family in ("nemotron_h", "olmo_hybrid") else 4
+    shares = [copy.deepcopy(module) for _ in range(size)]
+
+    def rank(group: ThreadGroup) -> torch.Tensor:
+        shard(shares[group.rank], group, device=torch.device(CPU))
+        return logits(shares[group.rank])
+
+    assert all((found - whole).abs().max() < RECURRENT_BOUND for found in run_ranks(size, rank))
+    parameters = [sum(weight.numel() for weight in each.parameters()) for each in (module, shares[0])]
+    assert parameters[1] < (0.8 if size == 2 else 0.6) * parameters[0]
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "kimi_linear", "qwen3_5"])
+def test_a_rank_keeps_the_states_of_its_heads(family: str, tmp_path: Path) -> None:
+    directory = tiny_model_dir(family, tmp_path / family, 0)
+    sizes = []
+    for model in (load(directory), *run_ranks(2, lambda group: load(directory, group))):
+        assert model.state_layout is not None
+        assert (
+            model.state_layout == cache_parts(str(directory), block_tokens=BLOCK_TOKENS, ranks=2 if sizes else 1).state
+        )
+        sizes.append(model.state_layout.state_bytes)
+    assert sizes[1] == sizes[2] < 0.6 * sizes[0]
 
 
 def test_each_rank_holds_its_share_of_the_divided_weights(tmp_path: Path) -> None:
@@ -169,13 +212,14 @@ def test_ranks_with_different_weights_are_refused(tmp_path: Path) -> None:
         ("llama", {}, 4, "num_key_value_heads is 2, which 4 ranks cannot divide: choose one of 1, 2 ranks"),
         ("llama", {}, 3, "num_attention_heads is 4, which 3 ranks cannot divide: choose one of 1, 2 ranks"),
         ("llama", {"intermediate_size": 97}, 2, "mlp.gate_proj is 97, which 2 ranks cannot divide: choose one of 1 "),
+        ("jetmoe", {}, 2, "transformers has no tensor-parallel plan for the layers of jetmoe, and they have other"),
+        ("qwen3_5", {}, 4, "num_key_value_heads is 2, which 4 ranks cannot divide: choose one of 1, 2 ranks"),
         (
-            "nemotron",
-            {},
-            2,
-            "transformers has no tensor-parallel plan for the layers of nemotron: run this model on one",
+            "nemotron_h",
+            {"mamba_num_heads": 12, "n_groups": 4, "num_attention_heads": 12, "num_key_value_heads": 6},
+            6,
+            "its NemotronHMamba2Mixer.n_groups is 4, which 6 ranks cannot divide: choose one of 1, 2 ranks",
         ),
-        ("granitemoeshared", {}, 2, "no tensor-parallel plan for the layers of granitemoeshared"),
     ],
 )
 def test_models_that_cannot_be_divided_are_refused(
@@ -186,11 +230,10 @@ def test_models_that_cannot_be_divided_are_refused(
     assert reason in str(caught.value)
 
 
-def test_a_hybrid_model_is_refused(tmp_path: Path) -> None:
-    directory = tiny_model_dir("qwen3_5", tmp_path / "qwen3_5", 0)
-
-    with pytest.raises(ModelError, match="keeps recurrent state, which is not divided over ranks"):
-        on_ranks(directory, 2)
+def test_recurrent_layers_of_an_unknown_kind_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_recurrent, "_KINDS", ())
+    with pytest.raises(ModelError, match="Qwen3_5GatedDeltaNet keeps recurrent state of a kind that is not divided"):
+        share_of(tiny_config("qwen3_5"), size=2)
 
 
 def test_an_error_names_an_unsupported_tensor_parallel_style() -> None:
@@ -240,6 +283,30 @@ def test_ranks_over_gloo_compute_the_same(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(2) as threads:
         assert_same(list(threads.map(rank, range(2))), whole)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_ranks_divide_adapters_as_their_layers(family: str, tmp_path: Path) -> None:
+    """phi3's ranks gather queries and keys, and take their columns of a whole input of the last projection."""
+    directory = tiny_model_dir(family, tmp_path / family, 0, **FOUR_WAYS)
+    parts = ("qkv_proj", "o_proj", "down_proj") if family == "phi3" else ("q_proj", "o_proj", "up_proj", "down_proj")
+    adapter = make_adapter(directory, tmp_path / "adapter", 1, parts=parts)
+
+    def adapted(group: Group | None = None) -> tuple[str, dict[str, tuple[int, int]], Computed]:
+        model = load(directory, group)
+        model.add_adapters(slots=2, rank=4)
+        assert model.adapters is not None
+        read = model.adapters.read(str(adapter))
+        model.adapters.put(2, read)
+        model.adapters.choose(torch.full((len(TOKENS),), 2))
+        return read.digest, model.adapters.sizes, computed(model)
+
+    digest, sizes, whole = adapted()
+    ranks = run_ranks(2, adapted)
+
+    assert_same([result for _, _, result in ranks], whole)
+    assert all(found[:2] == (digest, sizes) for found in ranks)
+    assert (whole.log_probs - computed(load(directory)).log_probs).abs().max() > 0.1
 
 
 def test_packed_bfloat16_weights_are_divided(tmp_path: Path) -> None:

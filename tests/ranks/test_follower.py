@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import pytest
 
 from sidestream.errors import InvariantError
 from sidestream.ranks.follower import Follower
-from sidestream.ranks.messages import Copy, End, Failed, Passed, Ready, TierRead
+from sidestream.ranks.leader import ADAPTER_READS
+from sidestream.ranks.messages import AdapterPut, AdapterRead, Copy, End, Failed, Passed, Ready, TierRead
 from sidestream_kv.device.cpu import CpuDevice
 from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.offload.tiers.disk import DiskTier
@@ -142,6 +144,45 @@ def test_a_failure_is_reported_before_the_work_counts_as_done(rank: Rank) -> Non
     rank.device.stream = broken  # type: ignore[method-assign]
     rank.settle()
     assert rank.reports[1:] == [Failed("store-0", 1, "DeviceError", "the link is down"), Passed((("store-0", 1),))]
+
+
+class Adapters:
+    """Room for adapters, whose digests are their paths."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, str] = {}
+
+    def read(self, path: str) -> Any:
+        return SimpleNamespace(digest=path)
+
+    def put(self, slot: int, adapter: Any) -> None:
+        self.held[slot] = adapter.digest
+
+
+def with_adapters(rank: Rank) -> Adapters:
+    room: Any = Adapters()
+    stream = rank.device.stream("compute")
+    rank.follower._adapters = room
+    rank.follower.executor = SimpleNamespace(enqueue=lambda work, label: stream.submit(work, label=label))  # type: ignore[assignment]
+    return room  # type: ignore[no-any-return]
+
+
+def test_an_adapter_is_read_and_then_put_into_its_slot(rank: Rank) -> None:
+    room = with_adapters(rank)
+    rank.inbox.append(AdapterRead(1, "a", "a"))
+    rank.settle()
+    rank.inbox += [AdapterPut(1, 2), AdapterRead(2, "b", "b")]
+    rank.settle()
+    assert room.held == {2: "a"}
+    assert rank.reports[1] == Passed(((ADAPTER_READS, 1),))
+
+
+def test_an_adapter_that_differs_from_that_of_rank_0_is_a_failure(rank: Rank) -> None:
+    with_adapters(rank)
+    rank.inbox.append(AdapterRead(1, "a", "another"))
+    rank.settle()
+    message = "a has other matrices than rank 0 has read: load it again"
+    assert rank.reports[1] == Failed(ADAPTER_READS, 1, "ModelError", message)
 
 
 def test_the_end_message_is_handled_after_all_work(rank: Rank) -> None:

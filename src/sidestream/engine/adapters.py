@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from sidestream.config import MOST_SALT_CHARS
 from sidestream.engine.parts import Parts
-from sidestream.errors import CallTimeout, EngineStopped, ModelError, ModelNotFound, RequestRejected
+from sidestream.errors import CallTimeout, DeviceLost, EngineStopped, ModelError, ModelNotFound, RequestRejected
 from sidestream.schedule.limits import CheckedRequest, KeysOf
 from sidestream_kv.types import Fence
 
@@ -47,7 +47,7 @@ class LoadedAdapters:
         call: Callable[..., None],
         wait_a_turn: Callable[[float], None],
     ) -> None:
-        self._matrices, self._executor = parts.adapters, parts.executor
+        self._matrices, self._executor, self._ranks = parts.adapters, parts.executor, parts.ranks
         self._keys_of = keys_of
         self._call = call
         self._wait_a_turn = wait_a_turn
@@ -111,6 +111,7 @@ class LoadedAdapters:
                 raise RequestRejected(message, param="lora_name")
             try:
                 adapter = matrices.read(path)
+                self._read_on_ranks(path, adapter, timeout_s)
             except ModelError as error:
                 raise RequestRejected(f"the adapter is not loaded: {error}", param="lora_path") from error
             self._put(matrices, free, adapter, timeout_s)
@@ -125,16 +126,37 @@ class LoadedAdapters:
             if self._loaded.pop(name, None) is None:
                 raise ModelNotFound(f"no adapter {name[:100]!r} is loaded", param="lora_name")
 
+    def _read_on_ranks(self, path: str, adapter: Adapter, timeout_s: float) -> None:
+        """Wait until every other rank has read the adapter too, so that it is served by all ranks or by none."""
+        if self._ranks is None:
+            return
+        name, progress = self._ranks.read_adapter(path, adapter.digest), self._ranks.progress
+        self._wait(lambda: progress.done(name), timeout_s)  # rule: adapter-is-read-on-every-rank
+        if (failure := progress.failure(name)) is not None:  # rule: adapter-of-a-failed-rank-is-refused
+            raise ModelError(str(failure)) from failure
+
     def _put(self, matrices: Adapters, slot: int, adapter: Adapter, timeout_s: float) -> None:
         # Behind all launched steps, which may still read what the slot holds.
         fences: list[Fence] = []
-        put, enqueue = partial(matrices.put, slot, adapter), self._executor.enqueue
-        self._call(lambda: fences.append(enqueue(put, label="adapter")), timeout_s=timeout_s)
+        put, ranks = partial(matrices.put, slot, adapter), self._ranks
+
+        def enqueue() -> None:
+            fence = self._executor.enqueue(put, label="adapter")
+            # rule: adapter-is-put-on-every-rank
+            fences.append(fence if ranks is None else ranks.put_adapter(slot, fence))
+
+        self._call(enqueue, timeout_s=timeout_s)
         (fence,) = fences
-        until_s = time.monotonic() + timeout_s
-        while not fence.poll():  # rule: adapter-is-served-once-it-is-there
-            if time.monotonic() > until_s:  # rule: adapter-has-a-deadline
-                raise CallTimeout(f"the adapter did not reach the device within {timeout_s:g} s: it is not loaded")
-            self._wait_a_turn(_POLL_S)
+        self._wait(fence.poll, timeout_s)  # rule: adapter-is-served-once-it-is-there
         if fence.failure is not None:
             raise EngineStopped(f"the adapter did not reach the device: {fence.failure}") from fence.failure
+
+    def _wait(self, is_done: Callable[[], bool], timeout_s: float) -> None:
+        until_s = time.monotonic() + timeout_s
+        try:
+            while not is_done():
+                if time.monotonic() > until_s:  # rule: adapter-has-a-deadline
+                    raise CallTimeout(f"the adapter did not reach the device within {timeout_s:g} s: it is not loaded")
+                self._wait_a_turn(_POLL_S)
+        except DeviceLost as error:
+            raise EngineStopped(f"the adapter did not reach the device: {error}") from error

@@ -150,7 +150,13 @@ def build_follower(
         rank = build_rank_parts(plan, host=device, tiers=tiers, undo=undo, tell=tell)
         undo.pop_all()
     return Follower(
-        device=device, executor=rank.executor, memory=rank.memory, tiers=rank.tiers, take=take, report=report
+        device=device,
+        executor=rank.executor,
+        memory=rank.memory,
+        tiers=rank.tiers,
+        take=take,
+        report=report,
+        adapters=model.adapters,
     )
 
 

@@ -77,6 +77,8 @@ def follow(begin: Begin, link: RankConnection, on_device: OnDevice = leave_as_it
         max_model_len=config.max_model_len,
         group=group,
     )
+    if config.num_loras:
+        model.add_adapters(slots=config.num_loras, rank=config.max_lora_rank)
     device = _open_device(config, where)
     on_device(begin.rank, device)
     follower = build_follower(model, config, device=device, group=group, take=link.take, report=link.report)

@@ -6,8 +6,9 @@ This file knows nothing of requests; the batch is an argument of the transformer
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from sidestream.attention.interface import Attended, AttentionBatch
 from sidestream.attention.states import StateBatch
 from sidestream.errors import InvariantError, ModelError
 from sidestream.models.config_checks import attends, counted_token, layer_heads
+from sidestream.models.divided import Division
 from sidestream.models.latent import keep_latents, latent_heads
 from sidestream.models.layer_heads import DividedBatch, LayerHeads
 from sidestream.models.lora import Adapters
@@ -92,9 +94,10 @@ class PagedModel:
         fingerprint: str,
         weights_fingerprint: str | None = None,
         num_heads: int | None = None,
+        divided: Mapping[str, Division] = MappingProxyType({}),
     ) -> None:
-        """`weights_fingerprint` and `num_heads` are given for a sharded model. None: the same as `fingerprint`, and the
-        number in the config.
+        """`weights_fingerprint`, `num_heads` and `divided` (by the names of Linears) are given for a sharded model.
+        None: the same as `fingerprint`, and the number in the config.
         """
         self.name = name
         self.config: PreTrainedConfig = module.config
@@ -127,6 +130,7 @@ class PagedModel:
             self.traced = TracedLayers(module, num_kv_heads=layout.num_kv_heads)
         self.module = module
         self.pads = on_host(module.device)
+        self._divided = divided
         self.adapters: Adapters | None = None
         self._on_hidden: Callable[[torch.Tensor], None] | None = None
 
@@ -142,7 +146,9 @@ class PagedModel:
         if self.stateful is not None:
             raise ModelError(f"{self.config.model_type} keeps recurrent state, with which adapters are not supported")
         dtype = getattr(torch, self.layout.dtype)
-        self.adapters = Adapters(self.module, slots=slots, rank=rank, dtype=dtype, pads=self.pads)
+        self.adapters = Adapters(
+            self.module, slots=slots, rank=rank, dtype=dtype, pads=self.pads, divided=self._divided
+        )
 
     def expose_hidden_states(self) -> None:
         """Enable `forward_with_hidden`. Call once, before a CUDA graph captures the first forward."""

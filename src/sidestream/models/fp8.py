@@ -14,16 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 
 from sidestream.errors import InvariantError
+from sidestream.models.divided import Division
 from sidestream.models.latent import READ_BY_ATTENTION
 from sidestream.models.quantised import QuantisedTensor, scaled
-from sidestream_kv.device.kinds import on_gpu
+from sidestream_kv.device.kinds import on_gpu, on_host
 
 FP8 = torch.float8_e4m3fn
 _MOST = 448.0  # the largest value of FP8
-_BLOCK = 128  # the only size of blocks that torch's product supports
+ONE_BLOCK = 128
+"""Rows, and columns, of a block: the only size that torch's product supports."""
+_MULTIPLE = 16  # of rows and of columns, in torch's product
 # Values of torch's ScalingType and SwizzleType.
 _BY_BLOCK_OF_TOKEN, _BY_BLOCK, _NOT_SWIZZLED = 4, 5, 0
 
@@ -49,6 +52,8 @@ class Kept:
         self._dtype = dtype
         self._read: dict[int, Callable[[], tuple[Tensor, Tensor]]] = {}
         self._numbers: list[Tensor] = []
+        self.units: dict[str, int] = {}
+        """By the names of the kept weights: rows and columns that cannot be torn apart."""
         self.state_dict = {name: self._stand_in(name, tensor) for name, tensor in state_dict.items()}
         """The state dict for transformers."""
 
@@ -64,6 +69,7 @@ class Kept:
         number = torch.zeros((), dtype=self._dtype)
         self._numbers.append(number)
         self._read[number.data_ptr()] = found[1]
+        self.units[name] = ONE_BLOCK if _is_blocks(tensor.shape, found[0]) else _MULTIPLE
         return number.expand(tensor.shape)
 
     def restore(self, module: nn.Module) -> None:
@@ -78,13 +84,16 @@ class Kept:
 
 def can_keep(weight_shape: Sequence[int], scale_shape: Sequence[int]) -> bool:
     """Whether `Fp8Linear` supports a weight `[out, in]` with scales of this shape."""
-    if len(weight_shape) != 2 or any(size % 16 for size in weight_shape):
+    if len(weight_shape) != 2 or any(size % _MULTIPLE for size in weight_shape):
         return False
-    blocks = tuple(-(-size // _BLOCK) for size in weight_shape)
     rows = (weight_shape[0],)
-    return tuple(scale_shape) in ((), (1,), rows, (*rows, 1)) or (
-        tuple(scale_shape) == blocks and not any(size % _BLOCK for size in weight_shape)
-    )
+    return tuple(scale_shape) in ((), (1,), rows, (*rows, 1)) or _is_blocks(weight_shape, scale_shape)
+
+
+def _is_blocks(weight_shape: Sequence[int], scale_shape: Sequence[int]) -> bool:
+    """Whether these are scales of whole blocks."""
+    blocks = tuple(size // ONE_BLOCK for size in weight_shape)
+    return tuple(scale_shape) == blocks and not any(size % ONE_BLOCK for size in weight_shape)
 
 
 class Fp8Linear(nn.Module):
@@ -115,7 +124,7 @@ class Fp8Linear(nn.Module):
     def of(cls, plain: nn.Linear, *, blocks: bool = False) -> Fp8Linear:
         """A Linear with the weight of `plain`, rounded: with a scale for each row, or for each block."""
         weight = plain.weight.detach().float()
-        size = (_BLOCK, _BLOCK) if blocks else (1, weight.shape[1])
+        size = (ONE_BLOCK, ONE_BLOCK) if blocks else (1, weight.shape[1])
         cut = weight.view(weight.shape[0] // size[0], size[0], weight.shape[1] // size[1], size[1])
         scale = cut.abs().amax((1, 3)).clamp(min=1e-12) / _MOST
         values = (cut / scale[:, None, :, None]).view(weight.shape).to(FP8)
@@ -130,9 +139,18 @@ class Fp8Linear(nn.Module):
             result = result + self.bias
         return result.view(*states.shape[:-1], self.out_features)
 
+    def keep_only(self, division: Division, device: torch.device) -> None:
+        """Reduce the weight to a rank's rows or columns, on `device`. Blocks must not be torn apart."""
+        self.weight = division.of(self.weight).to(device)
+        if self.scale.dim() == 2:
+            ranges = tuple((first // ONE_BLOCK, count // ONE_BLOCK) for first, count in division.ranges)
+            division = Division(division.dim, division.whole // ONE_BLOCK, ranges)
+        self.scale = (division.of(self.scale) if division.dim == 0 or self.scale.dim() == 2 else self.scale).to(device)
+        self.out_features, self.in_features = self.weight.shape
+
     def values(self) -> Tensor:
         """The weight that is meant, float32."""
-        return scaled(self.weight, self.scale, (1, 1) if self.scale.dim() == 1 else (_BLOCK, _BLOCK))
+        return scaled(self.weight, self.scale, (1, 1) if self.scale.dim() == 1 else (ONE_BLOCK, ONE_BLOCK))
 
 
 def _rounded(states: Tensor, scale: Tensor) -> Tensor:
@@ -151,11 +169,15 @@ def _by_blocks(states: Tensor, weight: Tensor, scale: Tensor, one: Tensor) -> Te
     # The product needs a multiple of 8 tokens.
     count = len(states)
     states = pad(states, (0, 0, 0, -count % 8))
-    cut = states.float().view(len(states), -1, _BLOCK)
+    cut = states.float().view(len(states), -1, ONE_BLOCK)
     # The product needs the tokens' scales side by side, with these strides also for a single token: `contiguous` would
     # leave that one as it is.
     by_block = (cut.abs().amax(-1).clamp(min=1e-12) / _MOST).t().clone(memory_format=torch.contiguous_format)
     token_scale = by_block.t()
+    if on_host(states.device):  # which has no such product: for the check of a model before it is divided
+        rounded = _rounded(cut, token_scale[..., None]).float() * token_scale[..., None]
+        values = linear(rounded.view(states.shape), scaled(weight, scale, (ONE_BLOCK, ONE_BLOCK)))
+        return values[:count].to(states.dtype)
     # torch's own wrapper, `scaled_mm`, cannot be compiled in torch 2.11.
     product: Tensor = torch.ops.aten._scaled_mm_v2(
         _rounded(cut, token_scale[..., None]).view(states.shape), weight.t(),

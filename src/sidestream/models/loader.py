@@ -36,13 +36,14 @@ from sidestream.models.config_checks import (
     takes_long_rope,
 )
 from sidestream.models.directory import check_config, local_directory, name_of
+from sidestream.models.divided import Division
 from sidestream.models.fp8 import Kept, kept_eight_bits
 from sidestream.models.packed import KeptPacked, gguf_of, kept_packed, packing
 from sidestream.models.precision import Precision, choose_precision
 from sidestream.models.recurrent import unbind_time_steps
 from sidestream.models.rope import fix_dynamic_rope, fix_longrope
 from sidestream.models.self_check import check_paged, reference
-from sidestream.models.shard import ShardCheck, check_same, rank_fingerprint, retie, shard, share_of
+from sidestream.models.shard import ShardCheck, check_same, check_units, rank_fingerprint, retie, shard, share_of
 from sidestream.models.text_part import find_base_model, text_config, text_module, whole_class
 from sidestream.models.weights import (
     Checkpoint,
@@ -110,13 +111,12 @@ def load_model(
             logger.info("model %s: %s", name, precision)
             chosen = getattr(torch, precision.dtype)
             kept = _kept(directory, config, stored, device, chosen, ranks=ranks)
+            units = kept.units if isinstance(kept, Kept) else {}
+            check_units(text, units, size=ranks)
             module = read_module(directory, config, stored, dtype=chosen, attention="eager", kept=kept)
+            served = str(module.dtype).removeprefix("torch.")
             parts, num_heads = _parts_of_rank(
-                module.config,
-                dtype=str(module.dtype).removeprefix("torch."),
-                block_tokens=block_tokens,
-                device=device,
-                ranks=ranks,
+                module.config, dtype=served, block_tokens=block_tokens, device=device, ranks=ranks
             )
         variant = _fix_ropes(module, text, max_model_len)
         if unbind_time_steps(module):
@@ -125,12 +125,7 @@ def load_model(
         fingerprint = fingerprint_of(module, variant=variant)
         if on_gpu(device):
             use_compile_cache()  # the self-check launches the first kernels
-        if group is None or group.size == 1:
-            module.to(device)
-            check_finite(module)  # on the device, where it takes least time
-        else:
-            check_finite(module)
-            _shard(module, group, fingerprint, device)
+        divided = _place(module, group, fingerprint, device)
         model = PagedModel(
             module,
             name=name,
@@ -141,6 +136,7 @@ def load_model(
             fingerprint=fingerprint if group is None else rank_fingerprint(fingerprint, group.rank, group.size),
             weights_fingerprint=fingerprint,
             num_heads=num_heads,
+            divided=divided,
         )
         expected = reference(model)
         model.layout = replace(model.layout, windows=expected.windows)
@@ -171,17 +167,25 @@ def _kept(
     """The weights that stay quantised. Raises ModelError."""
     if (gguf := gguf_of(directory, config)) is not None:
         return kept_packed(gguf, device, dtype, ranks=ranks)
-    return None if ranks > 1 else kept_eight_bits(stored.state_dict, device, dtype)
+    return kept_eight_bits(stored.state_dict, device, dtype)
 
 
-def _shard(module: Any, group: Group, fingerprint: str, device: torch.device) -> None:
-    """Reduce a whole module to this rank's share, on `device`. Raises ModelError."""
+def _place(module: Any, group: Group | None, fingerprint: str, device: torch.device) -> Mapping[str, Division]:
+    """Move a whole module to `device`, or this rank's share of it. Returns how Linears were divided, by name. Raises
+    ModelError.
+    """
+    if group is None or group.size == 1:
+        module.to(device)
+        check_finite(module)  # on the device, where it takes least time
+        return {}
+    check_finite(module)
     check_same(group, fingerprint, device)
     checked = ShardCheck(module)
-    shard(module, group, device=device)
+    divided = shard(module, group, device=device)
     module.to(device)
     retie(module)
     checked.check(module)
+    return divided
 
 
 def _parts_of_rank(
@@ -195,18 +199,14 @@ def _parts_of_rank(
     parts = parts_of(config, dtype=dtype, block_tokens=block_tokens)
     if ranks == 1:
         return parts, None
-    if parts.state is not None:
-        raise ModelError(
-            f"{config.model_type} keeps recurrent state, which is not divided over ranks: run this model on one rank"
-        )
     if layer_heads(config):
         raise ModelError(
             f"{config.model_type} has layers that differ in their heads, or read the KV of others, which are not "
             "divided over ranks: run this model on one rank"
         )
-    share = share_of(config, size=ranks)
+    share = share_of(config, size=ranks, dtype=dtype)
     kv_heads = 1 if parts.kv.latent_dim else share.num_kv_heads  # every rank has the whole latents
-    return replace(parts, kv=replace(parts.kv, num_kv_heads=kv_heads)), share.num_heads
+    return replace(parts, kv=replace(parts.kv, num_kv_heads=kv_heads), state=share.state_layout), share.num_heads
 
 
 def precision_of(path_or_hub_id: str, *, dtype: str = "auto", device: torch.device = _CPU) -> Precision:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.nn.functional import linear, pad
 
 from sidestream.checkpoint_files import read_json
 from sidestream.errors import ModelError
+from sidestream.models.divided import Division, Gathered, Reduced
 from sidestream.models.fp8 import Fp8Linear
 from sidestream.models.packed import GgmlLinear
 from sidestream.models.weights import READ_BY_OTHERS, PackedLinear
@@ -62,14 +64,14 @@ class ColumnMask:
 class AdaptedLinear(nn.Module):
     """A Linear with the matrices of all adapters."""
 
-    def __init__(self, base: nn.Module, size: tuple[int, int], mask: ColumnMask, columns: int, like: Tensor) -> None:
-        """`size`: in_features and out_features. `like`: gives dtype and device."""
+    def __init__(self, base: Any, mask: ColumnMask, columns: int, like: Tensor) -> None:
+        """`like`: gives dtype and device."""
         super().__init__()
         self.base = base
         self.down: Tensor
         self.up: Tensor
-        self.register_buffer("down", torch.zeros(columns, size[0], dtype=like.dtype, device=like.device))
-        self.register_buffer("up", torch.zeros(size[1], columns, dtype=like.dtype, device=like.device))
+        self.register_buffer("down", torch.zeros(columns, base.in_features, dtype=like.dtype, device=like.device))
+        self.register_buffer("up", torch.zeros(base.out_features, columns, dtype=like.dtype, device=like.device))
         self.mask = mask
         self._joined: tuple[nn.Module, int] | None = None
 
@@ -95,8 +97,9 @@ class AdaptedLinear(nn.Module):
 class Adapter:
     """The matrices of one adapter.
 
-    digest    hash of everything that changes a forward
-    matrices  for a Linear, by its name: `down` `[r, in_features]`, and `up` `[out_features, r]` times the scale
+    digest    hash of everything that changes a forward, equal on all ranks
+    matrices  for a Linear, by its name: `down` `[r, in_features]`, and `up` `[out_features, r]` times the scale; in a
+              sharded model, of this rank
     """
 
     digest: str
@@ -110,9 +113,19 @@ class Adapters:
     rank    largest rank of an adapter
     """
 
-    def __init__(self, module: nn.Module, *, slots: int, rank: int, dtype: torch.dtype, pads: bool) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        slots: int,
+        rank: int,
+        dtype: torch.dtype,
+        pads: bool,
+        divided: Mapping[str, Division] = MappingProxyType({}),
+    ) -> None:
         """Allocates the matrices, in `dtype`, and changes the module. `pads`: whether passes have padding, and are
-        never captured in a CUDA graph. Raises ModelError if no layer can have adapters.
+        never captured in a CUDA graph. `divided`: how a sharded model's Linears were divided, by name. Raises
+        ModelError if no layer can have adapters.
         """
         self.slots, self.rank = slots, rank
         self._like = next(module.parameters()).new_empty(0, dtype=dtype)
@@ -122,18 +135,22 @@ class Adapters:
         self._columns = pad(table, (0, 0, 1, 0))  # [slots + 1, slots * rank]
         self._parts: dict[str, AdaptedLinear] = {}
         self._filled: set[int] = set()
-        self._pads = pads
-        for name, parent, child, size in _linears(module):
-            adapted = AdaptedLinear(child, size, self._mask, slots * rank, self._like)
-            setattr(parent, name.rpartition(".")[2], adapted)
+        self._pads, self._divided = pads, divided
+        for name, parent, last, child in _linears(module):
+            adapted = AdaptedLinear(child, self._mask, slots * rank, self._like)
+            setattr(parent, last, adapted)
             self._parts[name] = adapted
         if not self._parts:
             raise ModelError(f"{type(module).__name__} has no layers that can have adapters")
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """Numbers of inputs and outputs of each Linear that may have adapters, by its name."""
-        return {name: (part.down.shape[1], part.up.shape[0]) for name, part in self._parts.items()}
+        """Numbers of inputs and outputs, on all ranks, of each Linear that may have adapters, by its name."""
+        sizes = {name: [part.down.shape[1], part.up.shape[0]] for name, part in self._parts.items()}
+        for name, division in self._divided.items():
+            if name in sizes:
+                sizes[name][1 - division.dim] = division.whole
+        return {name: (inputs, outputs) for name, (inputs, outputs) in sizes.items()}
 
     def read(self, path: str) -> Adapter:
         """Read an adapter in PEFT's format, onto the model's device. Reads safetensors only: no pickles. Any thread.
@@ -171,11 +188,12 @@ class Adapters:
             digest.update(f"{name} {down.dtype} {up.dtype} {list(down.shape)} {scale!r}\n".encode())
             for tensor in (down, up):
                 digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            if (division := self._divided.get(name)) is not None:  # columns of `down`, or rows of `up`
+                down, up = (division.of(down), up) if division.dim else (down, division.of(up))
             matrices[name] = down.to(self._like), (up.float() * scale).to(self._like)
         return Adapter(digest.hexdigest()[:32], matrices)
 
     def _checked(self, path: str, name: str, pair: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        part = self._parts[name]
         if len(pair) < 2:
             raise ModelError(f"{path}: {name} has only one of the matrices lora_A and lora_B")
         down, up = pair["A"], pair["B"]
@@ -184,7 +202,8 @@ class Adapters:
             raise ModelError(
                 f"{path}: the rank of {name} is {rank}, and adapters may have up to {self.rank}: raise max_lora_rank"
             )
-        expected = (rank, part.down.shape[1]), (part.up.shape[0], rank)
+        inputs, outputs = self.sizes[name]
+        expected = (rank, inputs), (outputs, rank)
         if (tuple(down.shape), tuple(up.shape)) != expected:
             raise ModelError(
                 f"{path}: {name} has matrices {list(down.shape)} and {list(up.shape)}, the model takes "
@@ -229,14 +248,15 @@ def _scale(config: Mapping[str, Any], name: str, rank: int) -> float:
     return float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
-def _linears(module: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module, tuple[int, int]]]:
-    """The Linears that may have adapters: name, parent, module, in_features and out_features. Left out are those that
-    others read, that see some tokens only (experts, the last layer's logits), or that are shared.
+def _linears(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
+    """The Linears that may have adapters: name in the whole model, parent, name in the parent, module. Left out are
+    those that others read, that see some tokens only (experts, the last layer's logits), or that are shared.
     """
     for name, parent in list(module.named_modules()):
         for last, child in list(parent.named_children()):
-            whole = f"{name}.{last}" if name else last
-            if not isinstance(child, nn.Linear | PackedLinear | Fp8Linear | GgmlLinear) or last in READ_BY_OTHERS:
+            whole = name if isinstance(parent, Gathered | Reduced) else f"{name}.{last}" if name else last
+            own = whole.rpartition(".")[2]
+            if not isinstance(child, nn.Linear | PackedLinear | Fp8Linear | GgmlLinear) or own in READ_BY_OTHERS:
                 continue
-            if _IN_LAYER.search(whole) and ".experts." not in whole and last != "gate":
-                yield whole, parent, child, (child.in_features, child.out_features)
+            if _IN_LAYER.search(whole) and ".experts." not in whole and own != "gate":
+                yield whole, parent, last, child

@@ -21,20 +21,26 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from sidestream.errors import ModelError
-from sidestream.models.recurrent import skeleton
+from sidestream.models.config_checks import attends
+from sidestream.models.divided import (
+    Division,
+    Gathered,
+    GatheredNorm,
+    Reduced,
+    Segments,
+    Split,
+    sum_output,
+)
+from sidestream.models.fp8 import ONE_BLOCK, Fp8Linear
+from sidestream.models.recurrent import skeleton, state_layout_of, stateful_modules
 from sidestream.models.self_check import REPLAY_BOUNDS
+from sidestream.models.shard_plan import INPUTS, ON_ONE_RANK, OUTPUTS, SUMMED, attention_of, generic, plan_of
+from sidestream.models.shard_recurrent import recurrent_division
 from sidestream_kv.device.group import Group
+from sidestream_kv.kv.state_layout import StateLayout
 
 logger = logging.getLogger(__name__)
 
-# Styles of transformers' plans that divide the outputs of a Linear (True: the outputs of all ranks are gathered), and
-# styles that divide its inputs (True: the input is whole, and each rank takes its range).
-_OUTPUTS = {"colwise": False, "colwise_gather_output": True, "colwise_rep": True, "packed_colwise": False}
-_INPUTS = {"rowwise": False, "rowwise_split_input": True, "rowwise_rep": True, "packed_rowwise": False}
-# Styles that change gradients only, and styles of parts that stay whole on every rank.
-_WHOLE = {"replicated_with_grad_allreduce", "embedding_rowwise", "mla_kv_a_proj"}
-_SUMMED = {"moe_tp_experts", "all_reduce"}
-_STYLES = (*_OUTPUTS, *_INPUTS, *sorted(_WHOLE | _SUMMED))
 # Names of attributes in which attention modules keep their numbers of heads.
 _QUERY_COUNTS, _KV_COUNTS = ("num_heads", "num_attention_heads"), ("num_key_value_heads", "num_kv_heads")
 _CHECKED_TOKENS = 25
@@ -42,44 +48,129 @@ _CHECKED_TOKENS = 25
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Heads in the attention of one rank.
+    """What one rank has of the model.
 
-    num_heads      query heads
+    num_heads      query heads; None: the model does not attend
     num_kv_heads   heads of keys and values; all heads of the model if its plan does not divide attention
+    state_layout   layout of the recurrent states of its heads; None: the model has no recurrent state
     """
 
-    num_heads: int
+    num_heads: int | None
     num_kv_heads: int
+    state_layout: StateLayout | None = None
 
 
-def share_of(config: PreTrainedConfig, *, size: int) -> Share:
-    """The attention heads of each of `size` ranks; reads no weights.
+def share_of(config: PreTrainedConfig, *, size: int, dtype: str = "float32") -> Share:
+    """The share of each of `size` ranks in a model of this dtype; reads no weights.
 
-    Raises ModelError when transformers has no plan for the model, when the plan has a style that is not supported, or
+    Raises ModelError when no plan is known for the model, when transformers' plan has a style that is not supported, or
     when `size` does not divide its heads and features.
     """
-    module: Any = skeleton(config, "float32")
-    plan = _plan(module)
-    heads = int(config.num_attention_heads)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    module: Any = skeleton(config, dtype)
+    plan = plan_of(module)
+    heads = kv_heads = 1
+    if attends(config):
+        heads = int(config.num_attention_heads)
+        kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     divided = _divides_heads(module, plan)
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads} if divided else {}
     for name, part, style in _planned(module, plan):
-        sizes.setdefault(f"the size of {_generic(name)}", _divided_size(name, part, style))
+        if style != ON_ONE_RANK:
+            sizes.setdefault(f"the size of {generic(name)}", _divided_size(name, part, style))
     if (head := _head_name(module)) is not None:
         sizes.pop(f"the size of {head}", None)  # the output matrix stays whole if it cannot be divided
-    for name, number in sizes.items():
-        if number % size:
-            most = gcd(*sizes.values())
-            allowed = ", ".join(str(count) for count in range(1, most + 1) if most % count == 0)
-            raise ModelError(f"its {name} is {number}, which {size} ranks cannot divide: choose one of {allowed} ranks")
-    return Share(heads // size, kv_heads // size) if divided else Share(heads, kv_heads)
+    stateful, groups = stateful_modules(module), dict[str, int]()
+    for part in stateful.values():
+        how, kind = recurrent_division(part), type(part).__name__
+        sizes |= {f"{kind}.{name}": number for name, number in how.heads.items()}
+        groups |= {f"{kind}.{name}": number for name, number in how.groups.items()}
+    _check_divisible(sizes, groups, size)
+    layout = None
+    if stateful and size > 1:
+        _divide_recurrent(module, Split(0, size, torch.device("meta")), _NoRanks(size))
+        layout = state_layout_of(module, config)
+    if not attends(config):
+        return Share(None, 1, layout)
+    return Share(heads // size, kv_heads // size, layout) if divided else Share(heads, kv_heads, layout)
+
+
+def check_units(config: PreTrainedConfig, units: Mapping[str, int], *, size: int) -> None:
+    """Raise ModelError if `size` ranks would tear apart what belongs together in weights that stay in 8-bit floats.
+
+    units   by the names of these weights: rows and columns that belong together
+    """
+    if size == 1 or not units:
+        return
+    module: Any = skeleton(config, "float32")
+    inner = {_in_layers(name.removesuffix(".weight")): unit for name, unit in units.items()}
+
+    def torn(count: int) -> Iterator[str]:
+        for name, segments, dim in _divided_linears(module):
+            if (unit := inner.get(_in_layers(name))) is None:
+                continue
+            division = Split(count - 1, count, torch.device("meta")).division(dim, segments)
+            if unit == ONE_BLOCK:
+                wrong = [part for at in division.ranges for part in at if part % unit]
+            else:
+                wrong = [division.size] if division.size % unit else []
+            if wrong:
+                what = "columns" if dim else "rows"
+                yield (
+                    f"its {name} is stored in 8-bit floats, whose {what} belong together by {unit}, but of its "
+                    f"{division.whole} {what}, each of {count} ranks would get {division.size}"
+                )
+
+    reason = next(torn(size), None)
+    if reason is not None:
+        allowed = ", ".join(str(count) for count in range(1, size) if size % count == 0 and not [*torn(count)])
+        raise ModelError(f"{reason}: choose one of {allowed} ranks")
+
+
+def _divided_linears(module: Any) -> Iterator[tuple[str, Segments, int]]:
+    """Names of the Linears that ranks divide, with the segments of the dimension that they divide."""
+    plan = plan_of(module)
+    for name, part, style in _planned(module, plan):
+        if isinstance(part, nn.Linear):
+            dim = int(style not in OUTPUTS)
+            yield name, _segments((part.out_features, part.in_features)[dim], style), dim
+    names = {id(part): name for name, part in module.named_modules()}
+    for part in stateful_modules(module).values():
+        how = recurrent_division(part)
+        for name, segments in how.rows.items():
+            yield f"{names[id(part)]}.{name}", segments, 0
+        for name in how.columns:
+            linear: Any = getattr(part, name)
+            yield f"{names[id(part)]}.{name}", ((linear.in_features, linear.in_features),), 1
+
+
+def _segments(size: int, style: str) -> Segments:
+    return ((size // 2, size // 2),) * 2 if style.startswith("packed") else ((size, size),)
+
+
+def _in_layers(name: str) -> str:
+    """A name without what checkpoints of other classes may have in front."""
+    return name[max(name.find("layers."), 0) :]
+
+
+def _check_divisible(sizes: Mapping[str, int], groups: Mapping[str, int], size: int) -> None:
+    """Raise ModelError unless `size` ranks divide all numbers. Ranks may share a group: they divide its members."""
+
+    def fits(number: int, count: int) -> bool:
+        return number % count == 0 or count % number == 0
+
+    wrong = [*((name, number) for name, number in sizes.items() if number % size)]
+    wrong += [(name, number) for name, number in groups.items() if not fits(number, size)]
+    for name, number in wrong:
+        most = gcd(*sizes.values())
+        counts = (count for count in range(1, most + 1) if most % count == 0)
+        allowed = ", ".join(str(count) for count in counts if all(fits(group, count) for group in groups.values()))
+        raise ModelError(f"its {name} is {number}, which {size} ranks cannot divide: choose one of {allowed} ranks")
 
 
 @torch.no_grad()
-def shard(module: Any, group: Group, *, device: torch.device) -> None:
+def shard(module: Any, group: Group, *, device: torch.device) -> Mapping[str, Division]:
     """Replace the divided weights of a transformers model in place by this rank's share, on `device`. Other weights
-    stay where they are.
+    stay where they are. Returns how Linears were divided, by name.
 
     The module's forward then has the same result on all ranks, which must call it together. Linears stay plain Linears
     with fewer rows or columns. A tied output matrix is a view of the embedding's rows; after the module moves to
@@ -87,32 +178,44 @@ def shard(module: Any, group: Group, *, device: torch.device) -> None:
     `share_of`.
     """
     share = share_of(module.config, size=group.size)
-    plan = _plan(module)
-    split = _Split(group.rank, group.size, device)
+    plan = plan_of(module)
+    split = Split(group.rank, group.size, device)
     embedding, head = module.get_input_embeddings(), _head_name(module)
+    divisions: dict[str, Division] = {}
     for name, part, style in list(_planned(module, plan)):
         if name == head and part.out_features % group.size:
             logger.info("the output matrix has %d rows, which %d ranks cannot divide", part.out_features, group.size)
-        elif isinstance(part, nn.Linear):
+            continue
+        parent, _, last = name.rpartition(".")
+        if style == ON_ONE_RANK:
+            if group.rank:
+                setattr(module.get_submodule(parent), last, nn.Parameter(torch.zeros_like(part), requires_grad=False))
+            continue
+        dim = int(style not in OUTPUTS)
+        if hasattr(part, "weight"):
+            size = (part.out_features, part.in_features)[dim]
+            divisions[name] = division = split.division(dim, _segments(size, style))
             tied = embedding is not None and part.weight is embedding.weight
-            changed = _divide_linear(part, style, split, group, tied=embedding if tied else None)
-            parent, _, last = name.rpartition(".")
+            changed = _divide_linear(part, style, split, division, group, tied=embedding if tied else None)
             setattr(module.get_submodule(parent), last, changed)
         else:
-            parent, _, last = name.rpartition(".")
-            sliced = (split.rows if style in _OUTPUTS else split.columns)(part, packed=style.startswith("packed"))
-            setattr(module.get_submodule(parent), last, nn.Parameter(sliced, requires_grad=False))
+            dim = max(dim + part.dim() - 2, 0)
+            size = part.shape[dim]
+            division = split.division(dim, _segments(size, style))
+            setattr(module.get_submodule(parent), last, split.part(part, division))
+    divisions |= _divide_recurrent(module, split, group)
     for name, part in module.named_modules():
-        if plan.get(_generic(name)) in _SUMMED:
-            part.register_forward_hook(partial(_sum_output, group))
-    if share.num_heads != module.config.num_attention_heads:
+        if plan.get(generic(name)) in SUMMED:
+            part.register_forward_hook(partial(sum_output, group))
+    if share.num_heads is not None and share.num_heads != module.config.num_attention_heads:
         _set_head_counts(module, share)
+    return divisions
 
 
 def retie(module: Any) -> None:
     """Make a tied output matrix a view of the embedding's rows again, after a sharded module moved to a device."""
     for part in module.modules():
-        if isinstance(part, _Gathered) and part.tied:
+        if isinstance(part, Gathered) and part.tied:
             part.linear.weight = nn.Parameter(part.tied[0].weight.detach()[part.rows], requires_grad=False)
 
 
@@ -167,45 +270,33 @@ class ShardCheck:
             )
 
 
-def _plan(module: Any) -> Mapping[str, str]:
-    """The styles of the model's parts by generic name. Raises ModelError."""
-    kind = module.config.model_type
-    plan = {name: style for name, style in (module.tp_plan or {}).items() if style not in _WHOLE}
-    if not any("layers.*." in name for name in plan):
-        raise ModelError(
-            f"transformers has no tensor-parallel plan for the layers of {kind}: run this model on one rank"
-        )
-    names = {_generic(name) for name, _ in (*module.named_modules(), *module.named_parameters())}
-    for name, style in plan.items():
-        if name in names and style not in _STYLES:
-            raise ModelError(
-                f"transformers' tensor-parallel plan for {kind} has the style {style} for {name}, and only "
-                f"{', '.join(_STYLES)} are supported: run this model on one rank"
-            )
-    return plan
-
-
 def _planned(module: Any, plan: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
-    """Every Linear and every parameter of experts that the plan divides, with its name and style."""
+    """Every Linear and every parameter of experts that the plan divides, with its name and style. Layers with recurrent
+    state are divided in another way, and may have the generic names of others.
+    """
+    recurrent = {id(inner) for part in stateful_modules(module).values() for inner in part.modules()}
     for name, part in module.named_modules():
-        style = plan.get(_generic(name))
-        if style is not None and style not in _SUMMED:
-            if type(part) is not nn.Linear:
+        if id(part) in recurrent:
+            continue
+        style = plan.get(generic(name))
+        if style is not None and style not in SUMMED:
+            if type(part) not in (nn.Linear, Fp8Linear):
                 raise ModelError(f"its {name} is a {type(part).__name__}, and only plain Linears can be divided")
             yield name, part, style
         for own, parameter in part.named_parameters(recurse=False):
             whole = f"{name}.{own}"
-            if (style := plan.get(_generic(whole))) is None:
+            if (style := plan.get(generic(whole))) is None:
                 continue
-            if parameter.dim() < 2 or plan.get(_generic(name)) not in _SUMMED:
+            sinks = parameter.dim() == 1 and hasattr(part, "layer_idx")  # a value for each head
+            if not sinks and (parameter.dim() < 2 or plan.get(generic(name)) not in SUMMED):
                 raise ModelError(f"its plan divides {whole} {tuple(parameter.shape)}, but does not sum its outputs")
             yield whole, parameter, style
 
 
 def _divided_size(name: str, part: Any, style: str) -> int:
     """Number of rows or columns that the style divides among the ranks."""
-    rows, columns = part.weight.shape if isinstance(part, nn.Linear) else part.shape[-2:]
-    size = int(rows if style in _OUTPUTS else columns)
+    shape = part.weight.shape if hasattr(part, "weight") else part.shape[-2:]
+    size = int(shape[0] if style in OUTPUTS else shape[-1])
     if style.startswith("packed"):
         if size % 2:
             raise ModelError(f"its plan divides {name} as two matrices, but its size is {size}")
@@ -213,27 +304,16 @@ def _divided_size(name: str, part: Any, style: str) -> int:
     return size
 
 
-def _generic(name: str) -> str:
-    """A name as plans have it: `model.layers.*.mlp`."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-def _attention(module: Any) -> list[tuple[str, Any]]:
-    return [
-        (name, part)
-        for name, part in module.named_modules()
-        if hasattr(part, "layer_idx") and hasattr(part, "is_causal")
-    ]
-
-
 def _divides_heads(module: Any, plan: Mapping[str, str]) -> bool:
     """Whether the plan divides attention heads over ranks; otherwise, each rank computes all heads. Raises ModelError
     if layers differ.
     """
     found = set()
-    for name, part in _attention(module):
-        styles = {plan.get(_generic(f"{name}.{own}")) for own, _ in part.named_children()}
+    for name, part in attention_of(module):
+        styles = {plan.get(generic(f"{name}.{own}")) for own, _ in part.named_children()}
         found.add("colwise" in styles and "rowwise" in styles)
+    if not found and not attends(module.config):
+        return False
     if len(found) != 1:
         raise ModelError(f"its plan divides the heads of {'some' if found else 'no known'} layers: run it on one rank")
     return found.pop()
@@ -246,115 +326,104 @@ def _head_name(module: Any) -> str | None:
 
 
 def _set_head_counts(module: Any, share: Share) -> None:
-    for _, part in _attention(module):
+    for _, part in attention_of(module):
         for names, count in ((_QUERY_COUNTS, share.num_heads), (_KV_COUNTS, share.num_kv_heads)):
             for name in names:
                 if isinstance(getattr(part, name, None), int):
                     setattr(part, name, count)
 
 
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """This rank's part of whole tensors, as new tensors on the device."""
-
-    rank: int
-    size: int
-    device: torch.device
-
-    def range_of(self, whole: int) -> slice:
-        part = whole // self.size
-        return slice(self.rank * part, (self.rank + 1) * part)
-
-    def rows(self, whole: Tensor, *, packed: bool = False) -> Tensor:
-        """This rank's part of the rows: the last dimension but one, or the only dimension of a bias. `packed`: the
-        tensor is two matrices, and this rank takes a part of each.
-        """
-        return self._part(whole, max(whole.dim() - 2, 0), packed)
-
-    def columns(self, whole: Tensor, *, packed: bool = False) -> Tensor:
-        """This rank's part of the columns, the last dimension. `packed`: as in `rows`."""
-        return self._part(whole, whole.dim() - 1, packed)
-
-    def _part(self, whole: Tensor, dim: int, packed: bool) -> Tensor:
-        halves = whole.detach().chunk(2, dim) if packed else (whole.detach(),)
-        parts = []
-        for half in halves:
-            own = self.range_of(half.shape[dim])
-            parts.append(half.narrow(dim, own.start, own.stop - own.start))
-        return torch.cat(parts, dim).to(self.device)  # cat copies, so the whole can be released
-
-
-def _divide_linear(linear: Any, style: str, split: _Split, group: Group, *, tied: nn.Module | None) -> nn.Module:
+def _divide_linear(
+    linear: Any, style: str, split: Split, division: Division, group: Group, *, tied: nn.Module | None
+) -> nn.Module:
     """The module that replaces `linear`; `linear` itself is changed. `tied`: the embedding with the same weight."""
-    packed = style.startswith("packed")
-    if style in _OUTPUTS:
-        rows = split.range_of(linear.out_features)
-        weight = split.rows(linear.weight, packed=packed) if tied is None else linear.weight.detach()[rows]
-        linear.weight = nn.Parameter(weight, requires_grad=False)
-        if linear.bias is not None:
-            linear.bias = nn.Parameter(split.rows(linear.bias, packed=packed), requires_grad=False)
-        linear.out_features = weight.shape[0]
-        return _Gathered(linear, group, rows, tied) if _OUTPUTS[style] else linear
-    columns = split.range_of(linear.in_features) if _INPUTS[style] else None
+    if division.dim == 0:
+        ((first, count),) = division.ranges[:1]
+        rows = slice(first, first + count)
+        _take_rows(linear, split, division, weight=None if tied is None else linear.weight.detach()[rows])
+        return Gathered(linear, group, rows, tied) if OUTPUTS[style] else linear
+    columns = division.ranges[0] if INPUTS[style] else None
     bias, linear.bias = linear.bias, None
-    linear.weight = nn.Parameter(split.columns(linear.weight, packed=packed), requires_grad=False)
-    linear.in_features = linear.weight.shape[1]
-    return _Reduced(linear, bias, group, columns)
+    if isinstance(linear, Fp8Linear):
+        linear.keep_only(division, split.device)
+    else:
+        linear.weight = split.part(linear.weight, division)
+        linear.in_features = division.size
+    return Reduced(linear, bias, group, None if columns is None else slice(columns[0], sum(columns)))
 
 
-class _Reduced(nn.Module):
-    """A projection whose columns are divided; the products of all ranks are summed.
-
-    columns   this rank's range of a whole input; None: the input is only this rank's part
-    """
-
-    def __init__(self, linear: nn.Linear, bias: nn.Parameter | None, group: Group, columns: slice | None) -> None:
-        super().__init__()
-        self.linear, self.bias = linear, bias
-        self._group, self._columns = group, columns
-
-    def forward(self, states: Tensor) -> Tensor:
-        """`[..., in_features]` to `[..., out_features]`."""
-        product: Tensor = self.linear(states if self._columns is None else states[..., self._columns])
-        _all_reduce(self._group, product)
-        return product if self.bias is None else product + self.bias
+def _take_rows(linear: Any, split: Split, division: Division, *, weight: Tensor | None = None) -> None:
+    """Reduce a Linear, or a convolution of single channels, to this rank's outputs. `weight`: use it as the weight."""
+    if linear.bias is not None:
+        linear.bias = split.part(linear.bias, division)
+    if isinstance(linear, Fp8Linear):
+        linear.keep_only(division, split.device)
+        return
+    linear.weight = split.part(linear.weight, division) if weight is None else nn.Parameter(weight, requires_grad=False)
+    if isinstance(linear, nn.Linear):
+        linear.out_features = division.size
+    else:
+        linear.in_channels = linear.out_channels = linear.groups = division.size
 
 
-class _Gathered(nn.Module):
-    """A projection whose rows are divided; the outputs of all ranks are gathered.
+def _divide_recurrent(module: Any, split: Split, group: Group) -> dict[str, Division]:
+    """Reduce the layers with recurrent state to this rank's heads. Returns how their Linears were divided."""
+    divisions: dict[str, Division] = {}
+    names = {id(part): name for name, part in module.named_modules()}
+    for part in stateful_modules(module).values():
+        how = recurrent_division(part)
+        found: dict[str, Any] = {
+            **dict(part.named_modules()),
+            **dict(part.named_parameters()),
+            **dict(part.named_buffers()),
+        }
+        for name, segments in how.rows.items():
+            if (own := found.get(name)) is None:
+                continue  # only some modules of the kind have it
+            holder, last = part.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+            weight: Any = own.weight if isinstance(own, nn.Module) else own
+            division = split.division([*weight.shape].index(sum(size for size, _ in segments)), segments)
+            if isinstance(own, nn.Module):
+                _take_rows(own, split, division)
+                divisions[f"{names[id(part)]}.{name}"] = division
+            else:
+                part_of_it = split.part(own, division)
+                setattr(holder, last, part_of_it if isinstance(own, nn.Parameter) else part_of_it.data)
+        for name in how.columns:
+            linear: Any = getattr(part, name)
+            size = linear.in_features
+            divisions[f"{names[id(part)]}.{name}"] = division = split.division(1, ((size, size),))
+            setattr(part, name, _divide_linear(linear, "rowwise", split, division, group, tied=None))
+        for name, segments in how.sizes.items():
+            if hasattr(part, name):
+                setattr(part, name, split.division(0, segments).size)
+        if how.norm:
+            setattr(part, how.norm, GatheredNorm(getattr(part, how.norm), group))
+    return divisions
 
-    rows   this rank's range of rows
-    tied   the embedding, if this weight is a view of its weight; in a tuple, so that torch does not see a submodule
-    """
 
-    def __init__(self, linear: nn.Linear, group: Group, rows: slice, tied: nn.Module | None) -> None:
-        super().__init__()
-        self.linear = linear
-        self.rows = rows
-        self.tied: tuple[Any, ...] = () if tied is None else (tied,)
-        self._group = group
+class _NoRanks:
+    """Stands for a group in a model without weights: its sums and gathered values have no meaning."""
 
-    def forward(self, states: Tensor) -> Tensor:
-        """`[..., in_features]` to `[..., out_features]` of all ranks."""
-        gathered: Tensor = _all_gather(self._group, self.linear(states))
-        return gathered
+    rank = 0
 
+    def __init__(self, size: int) -> None:
+        self.size = size
 
-def _sum_output(group: Group, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    output = output.contiguous()
-    _all_reduce(group, output)
-    return output
+    def all_reduce(self, values: Tensor) -> None:
+        pass
 
+    def all_gather(self, values: Tensor) -> Tensor:
+        return torch.cat([values] * self.size, dim=-1)
 
-# Excluded from compilation: the compiler does not know that all ranks must make these calls together.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _all_reduce(group: Group, values: Tensor) -> None:
-    group.all_reduce(values)
+    def broadcast(self, values: Tensor) -> None:
+        pass
 
+    def abort(self) -> None:
+        pass
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _all_gather(group: Group, values: Tensor) -> Tensor:
-    return group.all_gather(values)
+    def close(self) -> None:
+        pass
 
 
 def _layers_of_all_kinds(module: Any) -> int | None:

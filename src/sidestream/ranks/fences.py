@@ -29,15 +29,19 @@ class Progress:
 
     def passed(self, name: FenceName, fence: Fence) -> bool:
         """Whether the work is done on every other rank. Raises DeviceLost if a rank has ended. `fence`: rank 0's."""
-        if self._lost is not None:
-            raise self._lost
-        if self.behind(name) is not None:
+        if not self.done(name):
             return False
         stream, _ = name
         if self._observed is not None:
             for rank in range(1, len(self._done) + 1):
                 self._observed(rank, stream, fence.tick)
         return True
+
+    def done(self, name: FenceName) -> bool:
+        """As `passed`, for work that rank 0 does not do on a stream."""
+        if self._lost is not None:
+            raise self._lost
+        return self.behind(name) is None
 
     def behind(self, name: FenceName) -> int | None:
         """The first rank that has not reported the work as done."""

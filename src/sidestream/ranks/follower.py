@@ -9,13 +9,27 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sidestream.errors import InvariantError, SidestreamError
+from sidestream.errors import InvariantError, ModelError, SidestreamError
 from sidestream.ranks.fences import FenceName
-from sidestream.ranks.leader import COMPUTE
-from sidestream.ranks.messages import Copy, End, Failed, Passed, Ready, Step, StepDecoder, TierRead, TierWrite
+from sidestream.ranks.leader import ADAPTER_PUTS, ADAPTER_READS, COMPUTE
+from sidestream.ranks.messages import (
+    AdapterPut,
+    AdapterRead,
+    Copy,
+    End,
+    Failed,
+    Passed,
+    Ready,
+    Step,
+    StepDecoder,
+    TierRead,
+    TierWrite,
+)
 from sidestream.ranks.messages import ToLeader as Report
 from sidestream.ranks.messages import ToRank as Message
 from sidestream.runner.executor import Executor
@@ -24,6 +38,9 @@ from sidestream_kv.offload.tiers.base import PersistentTier
 from sidestream_kv.offload.tiers.index import Entry, WriteGrant
 from sidestream_kv.offload.tiers.stack import HostTier, TierStack
 from sidestream_kv.types import Access, Fence, LayerGates
+
+if TYPE_CHECKING:  # importing transformers takes seconds
+    from sidestream.models.lora import Adapter, Adapters
 
 # Polling interval for host memory that is being pinned.
 _GROWTH_POLL_S = 0.05
@@ -46,6 +63,7 @@ class Follower:
     tiers    the rank's tiers, whose pools and indices are not used; None: no offload
     take     returns the next message of rank 0, or None if none has arrived
     report   sends a message to rank 0
+    adapters its part of the LoRA adapters; None: the engine has no room for any
     """
 
     def __init__(
@@ -57,6 +75,7 @@ class Follower:
         tiers: TierStack | None,
         take: Callable[[], Message | None],
         report: Callable[[Report], None],
+        adapters: Adapters | None = None,
     ) -> None:
         self.ended = False
         """Whether the message `End` was taken."""
@@ -67,7 +86,9 @@ class Follower:
         self._take = take
         self._report = report
         self._decoder = StepDecoder()
-        self._tracks: dict[str, _Track] = {COMPUTE: _Track(None)}
+        self._adapters = adapters
+        self._adapter: Adapter | None = None  # was read, and is not put into a slot yet
+        self._tracks: dict[str, _Track] = {COMPUTE: _Track(None), ADAPTER_PUTS: _Track(None)}
         self._ready = Ready(0, final=False)
         if tiers is None:
             self._ready = Ready(0, final=True)
@@ -111,6 +132,13 @@ class Follower:
                 self._copy(message)
             case TierWrite() | TierRead():
                 self._move(message)
+            case AdapterRead():
+                stream = self._stream(ADAPTER_READS, self._device.worker)
+                fence = stream.submit(lambda: self._read_adapter(message.path, message.digest), label="read adapter")
+                self._submitted(ADAPTER_READS, message.number, fence)
+            case AdapterPut():
+                put = partial(self._room.put, message.slot, self._adapter)
+                self._submitted(ADAPTER_PUTS, message.number, self.executor.enqueue(put, label="adapter"))
             case End():
                 self.ended = True
 
@@ -157,6 +185,18 @@ class Follower:
                 label="write blocks",
             )
         self._submitted(message.stream, message.number, fence)
+
+    def _read_adapter(self, path: str, digest: str) -> None:
+        """Runs on a thread of its own, because steps go on. Raises ModelError."""
+        self._adapter = self._room.read(path)
+        if self._adapter.digest != digest:  # rule: ranks-read-the-same-adapter
+            raise ModelError(f"{path} has other matrices than rank 0 has read: load it again")
+
+    @property
+    def _room(self) -> Adapters:
+        if self._adapters is None:
+            raise InvariantError("rank 0 has room for adapters, this rank has none")
+        return self._adapters
 
     def _slot_accesses(self, slot: int, *, write: bool) -> list[Access]:
         return [Access(self._host.memory.name, *self._host.layout.span(slot), write=write)]

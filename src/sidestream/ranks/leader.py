@@ -17,7 +17,19 @@ from typing import Any, Protocol, cast
 from sidestream import errors
 from sidestream.errors import DeviceError, DeviceLost, InvariantError, SidestreamError
 from sidestream.ranks.fences import FenceName, JointFence, Progress, local_fence, local_gates, names_of
-from sidestream.ranks.messages import Copy, End, Failed, Passed, Ready, StepEncoder, TierRead, TierWrite, ToLeader
+from sidestream.ranks.messages import (
+    AdapterPut,
+    AdapterRead,
+    Copy,
+    End,
+    Failed,
+    Passed,
+    Ready,
+    StepEncoder,
+    TierRead,
+    TierWrite,
+    ToLeader,
+)
 from sidestream.ranks.messages import ToRank as Message
 from sidestream.runner.executor import Executor, LaunchedStep
 from sidestream.types import BatchPlan
@@ -28,6 +40,8 @@ from sidestream_kv.types import HOST, Accesses, Fence, LayerGates
 
 COMPUTE = "compute"
 """The stream of steps."""
+ADAPTER_READS, ADAPTER_PUTS = "adapter reads", "adapter puts"
+"""Names of the work that loads LoRA adapters. Puts run on the stream of steps, with numbers of their own."""
 
 
 KNOWN_S = 0.5
@@ -66,12 +80,30 @@ class Ranks:
         self._closed = False
         self._threads: list[_JointThread] = []
         self._ready: dict[int, Ready] = {}  # by rank
+        self._adapters = 0  # number of adapters that the ranks were told to read
+        self._puts = 0
         self._on_loss: Callable[[DeviceLost], None] = lambda error: None
 
     def send(self, message: Message) -> None:
         """Send a message to all other ranks. Any thread."""
         with self._sending:
             self._transport.send(message)  # rule: message-is-sent
+
+    def read_adapter(self, path: str, digest: str) -> FenceName:
+        """Let the other ranks read a LoRA adapter, whose digest on rank 0 is given. Returns the name of this work. One
+        call at a time, on any thread.
+        """
+        self._adapters += 1
+        self.send(AdapterRead(self._adapters, path, digest))
+        return ADAPTER_READS, self._adapters
+
+    def put_adapter(self, slot: int, local: Fence) -> Fence:
+        """Let the other ranks put the adapter that they read last into a slot, as rank 0 does; `local`: rank 0's fence.
+        Returns the fence of all ranks. Engine thread only.
+        """
+        self._puts += 1
+        self.send(AdapterPut(self._puts, slot))
+        return JointFence(local, (ADAPTER_PUTS, self._puts), self.progress)
 
     def check_step(self, failure: BaseException | None) -> None:
         """Raise the error that ends the engine if a step failed on rank 0, or if a rank was lost. `failure`: that of

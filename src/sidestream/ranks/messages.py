@@ -105,6 +105,21 @@ class TierRead(msgspec.Struct, frozen=True, tag=True, array_like=True):
     after: tuple[FenceName, ...]
 
 
+class AdapterRead(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Read the LoRA adapter in a directory, and keep it for `AdapterPut`. `digest`: of rank 0's adapter."""
+
+    number: int
+    path: str
+    digest: str
+
+
+class AdapterPut(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Put the adapter that was read last into a slot, between the steps sent before and those sent after it."""
+
+    number: int
+    slot: int
+
+
 class End(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The last message: finish the submitted work, and end."""
 
@@ -150,7 +165,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The rank is alive, and has nothing else to report."""
 
 
-ToRank = Begin | Step | Copy | TierWrite | TierRead | End
+ToRank = Begin | Step | Copy | TierWrite | TierRead | AdapterRead | AdapterPut | End
 ToLeader = Arrived | Serving | Refused | Passed | Failed | Ready | Beat
 
 
