@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from proof.disk_slots import DiskSlots
+
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="no vLLM: make test-vllm"),
@@ -146,8 +148,7 @@ def test_chunks_come_back_after_a_restart_and_the_log_says_so(
 def test_a_damaged_chunk_is_computed_again_and_the_others_are_loaded(directory: Path) -> None:
     from sidestream_kv.connectors.chunks import key_of
 
-    (path,) = directory.glob(f"engine-0/??/{key_of(offload_key(2)).hex()}-*")
-    path.write_bytes(b"x" * path.stat().st_size)
+    DiskSlots(directory / "engine-0").flip(key_of(offload_key(2)))
     engine = Engine(directory)
     assert engine.load(1, 2, 3) == [content(1), None, content(3)]
     engine.store(2)
