@@ -356,7 +356,7 @@ EQUIVALENT = (
         "H8",
         "KV of the weights before a reset is stored after it",
         f"{_PLANNER}blocks_from_before_a_reset_are_not_stored_until_the_request_starts_again",
-        change=Never(),
+        change=DropOperand("stale"),
     ),
     _unreached(
         "store-holds-its-device-blocks",
@@ -398,6 +398,27 @@ EQUIVALENT = (
         "a block of one group of layers is loaded for another",
         f"{_PLANNER}equal_hashes_of_two_groups_are_two_blocks",
         change=DropOperand(1),
+    ),
+    _unreached(
+        "state-is-stored-when-it-is-handed",
+        "H14",
+        "a block is stored as the state at its end, and has the state after an earlier token",
+        f"{_PLANNER}states_are_stored_when_they_are_handed_over_and_with_their_own_tokens",
+        change=Never(),
+    ),
+    _unreached(
+        "state-is-stored-with-its-own-tokens",
+        "H14",
+        "a state is stored under the hash of fewer tokens than it has seen",
+        f"{_PLANNER}states_are_stored_when_they_are_handed_over_and_with_their_own_tokens",
+        change=DropOperand(1),
+    ),
+    _unreached(
+        "state-arrives-before-its-step",
+        "H5",
+        "an engine copies a state to the block of a step before the state has arrived",
+        f"{_CARRIER}no_load_is_told_early_where_steps_begin_before_their_layers",
+        change=DropOperand(0),
     ),
     _unreached(
         "load-waits-for-earlier-steps",

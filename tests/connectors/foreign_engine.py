@@ -4,6 +4,11 @@ launched before the results of earlier steps are known.
 
 A block holds `_SLOTS` numbers in each layer. The KV of a token depends on all tokens before it, its group of layers,
 its layer, its rank and the weights. Each step compares all KV that it reads.
+
+In some engines, a last group has recurrent states, which are kept as vLLM keeps them: a block has the state
+after the last token, in all its numbers, and each step overwrites it. The first step of a further block copies the
+state to it before any layer. Chunks of a prompt end where blocks do, but not always the last one: a block then has the
+state at the last hash of the prompt, inside the block's tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from proof.torture.narrow import narrow_lanes
 from sidestream_kv.connectors import carrier as carriers
 from sidestream_kv.connectors.carrier import Carrier, Finished
 from sidestream_kv.connectors.orders import Report
-from sidestream_kv.connectors.planner import Group, Planner
+from sidestream_kv.connectors.planner import STATE_WINDOW, Group, Planner
 from sidestream_kv.errors import TierCorrupt, TierError
 from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.offload.tiers.index import Entry, TierIndex, WriteGrant
@@ -33,8 +38,14 @@ from sidestream_order.explore import Rules
 from sidestream_order.sim import SimDevice, SimFence, SimStream
 
 HASH_TOKENS, _SLOTS, _LAYERS = 2, 4, 2
-GROUPS = (Group(4, 2), Group(2, 1, window=5), Group(2, 1, window=3))
 BOUNDARY = 4
+GROUPS = (
+    Group(4, 2),
+    Group(2, 1, window=5),
+    Group(2, 1, window=3),
+    Group(BOUNDARY, 2, window=STATE_WINDOW, handed=True),
+)
+_STATES = 3  # the group with states, if there is one
 LAYOUT = KVLayout(num_layers=_LAYERS, num_kv_heads=1, head_dim=1, block_tokens=_SLOTS, dtype="float32")
 RULES = Rules(faults=(TierError,))
 _CHUNK, _MOST_RUNNING, _MOST_STEPS = 8, 4, 5_000
@@ -92,7 +103,7 @@ class Pool:
 class Request:
     """`truth`: its prompt, and then the tokens that it will get. `num_tokens` of them are known."""
 
-    def __init__(self, request_id: str, prompt: Sequence[int], max_tokens: int = 1) -> None:
+    def __init__(self, request_id: str, prompt: Sequence[int], max_tokens: int, groups: Sequence[Group]) -> None:
         self.request_id = request_id
         self.truth = list(prompt)
         self.states: list[int] = []
@@ -106,9 +117,11 @@ class Request:
         ]
         self.num_tokens = len(prompt)
         self.num_computed_tokens = 0
-        self.blocks: list[list[Block]] = [[] for _ in GROUPS]
+        self.blocks: list[list[Block]] = [[] for _ in groups]
         self.epoch = self.weights = 0
         self.loading = self.loaded = self.over = False
+        self.checkpoint = 0  # tokens of a state that the next step leaves besides the one at its end
+        self.handed = 0  # blocks whose states were handed over
 
     @property
     def block_hashes(self) -> list[bytes]:
@@ -161,10 +174,27 @@ class Row:
     start: int
     good: int
     stop: int
+    checkpoint: int
     block_ids: list[list[int]]
 
     def kv(self, at: int, layer: int, rank: int) -> Any:
         return np.array(self.request.states, np.int64) + (((self.weights * 3 + at) * 2 + layer) * 2 + rank)
+
+    @property
+    def states(self) -> tuple[int, int]:
+        """The blocks with the state before the step and after it. 0: none."""
+        if len(self.block_ids) == _STATES:
+            return 0, 0
+        ids = self.block_ids[_STATES]
+        return ids[(self.start - 1) // BOUNDARY] if self.start else 0, ids[(self.stop - 1) // BOUNDARY]
+
+    @property
+    def written_states(self) -> dict[int, int]:
+        """By block: number of tokens of the state that the step leaves in it."""
+        written = {block: self.good for block in self.states[1:] if block}
+        if self.checkpoint:
+            written[self.block_ids[_STATES][(self.stop - 1) // BOUNDARY - 1]] = self.checkpoint
+        return written
 
     def read_from(self, group: Group) -> int:
         return max(0, self.start - group.window + 1) if group.window else 0
@@ -183,7 +213,7 @@ class Output:
 class Engine:
     """`seed` draws the workload. `told`: what happened, to see that a number of schedules reaches everything."""
 
-    def __init__(self, device: SimDevice, seed: int, told: Counter[str]) -> None:
+    def __init__(self, device: SimDevice, seed: int, told: Counter[str], *, states: bool) -> None:
         self.rng = random.Random(seed)
         self.told = told
         self.device = device
@@ -196,16 +226,20 @@ class Engine:
         self.chance = self.rng.choice((0.0, 0.0, 0.02, 0.2))  # that a copy or a read fails
         self.weights = 0
         bounds: dict[str, Any] = {"num_ranks": self.num_ranks, "most_held": self.rng.choice((4, 32))}
-        self.planner = Planner(groups=GROUPS, boundary=BOUNDARY, clock=device.now, **bounds)
+        self.has_states = states
+        self.groups = GROUPS[: _STATES + self.has_states]
+        self.planner = Planner(groups=self.groups, boundary=BOUNDARY, clock=device.now, **bounds)
         self.planner.bind(self.pool)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.loads: dict[str, tuple[Request, Counter[str]]] = {}
         self.outputs: deque[Output] = deque()
+        self.handed: dict[str, list[tuple[int, int, int]]] = {}
+        self.fresh: set[tuple[int, bytes]] = set()  # states of this step, which it cannot copy
         self.compute: list[SimStream] = []
         self.kv: list[Any] = []
         self.carriers = [self._rank(rank) for rank in range(self.num_ranks)]
-        self.roots = [[self.rng.randrange(3) for _ in range(24)] for _ in range(3)]
+        self.roots = [[self.rng.randrange(3) for _ in range(24)] for _ in range(1 if self.has_states else 3)]
 
     def _rank(self, rank: int) -> Carrier:
         view: Any = RankView(self.device, rank) if rank else self.device
@@ -225,6 +259,7 @@ class Engine:
             tiers=TierStack(host, disk),
             stream=lambda: compute,
             load_deadline_s=0.01,
+            tells_early=not self.has_states,
         )
 
     def _fails(self) -> bool:
@@ -280,18 +315,20 @@ class Engine:
     def _drawn(self, request_id: str) -> Request:
         prompt = self.rng.choice(self.roots)[: self.rng.choice((4, 12, 16, 20, 24))]
         prompt = prompt + [self.rng.randrange(3) for _ in range(self.rng.randrange(4))]
-        return Request(request_id, prompt, self.rng.randrange(1, 9))
+        return Request(request_id, prompt, self.rng.randrange(1, 9), self.groups)
 
     def _step(self) -> None:
         scheduled: list[tuple[str, list[list[int]], bool]] = []
         output = Output(self._schedule(scheduled))
-        orders = self.planner.plan_step(
-            scheduled, {row.request.request_id: row.stop - row.start for row in output.rows}
-        )
+        counts = {row.request.request_id: row.stop - row.start for row in output.rows}
+        orders = self.planner.plan_step(scheduled, counts, self.handed)
+        self.handed = {}
+        self.fresh.clear()
         for row in output.rows:
             row.request.num_computed_tokens = row.stop
         by_layer = bool(output.rows) and self.rng.random() < 0.5
         for rank, carrier in enumerate(self.carriers):
+            output.fences += self._copy_states(rank, output.rows)
             carrier.begin(orders, by_layer=by_layer)
             self.told["loads told early"] += bool(carrier._gates)
             for layer in range(_LAYERS) if output.rows else ():
@@ -307,13 +344,35 @@ class Engine:
         if not output.rows:
             self.device.sleep(5e-4)
 
+    def _copy_states(self, rank: int, rows: list[Row]) -> list[SimFence]:
+        """Launch what moves states to the blocks that the step writes."""
+        moves = [row.states for row in rows if row.states[0] and row.states[0] != row.states[1]]
+        stream, kv, size = self.compute[rank], self.kv[rank], LAYOUT.block_bytes
+        memory = f"{stream.name.removesuffix('compute')}kv"
+
+        def run() -> None:
+            for source, target in moves:
+                kv[target] = kv[source]
+
+        def accesses() -> list[Access]:
+            ends = [(block, write) for move in moves for write, block in enumerate(move)]
+            return [Access(memory, block * size, (block + 1) * size, write=bool(write)) for block, write in ends]
+
+        return [stream.submit(run, accesses, label="states")] if moves else []
+
     def _launch(self, rank: int, rows: list[Row], layer: int, step: int) -> SimFence:
         """Launch one layer of a step."""
         stream, kv = self.compute[rank], self.kv[rank][:, layer]
 
         def run() -> None:
             for row in rows:
-                for at, group in enumerate(GROUPS):
+                state, right = kv[row.states[1]], row.kv(_STATES, layer, rank)
+                assert not row.states[0] or (state == right[row.start - 1]).all(), (
+                    f"{row.request.request_id}: wrong state"
+                )
+                for block, num_tokens in row.written_states.items():
+                    kv[block] = right[num_tokens - 1]
+                for at, group in enumerate(GROUPS[:_STATES]):
                     size, ids = group.block_tokens, np.array(row.block_ids[at])
                     tokens, right = kv.reshape(len(kv), size, -1), row.kv(at, layer, rank)
                     seen, new = np.arange(row.read_from(group), row.start), np.arange(row.start, row.stop)
@@ -330,7 +389,10 @@ class Engine:
     @staticmethod
     def _accesses(memory: str, rows: list[Row], layer: int) -> Iterator[Access]:
         for row in rows:
-            for group, ids in zip(GROUPS, row.block_ids, strict=True):
+            for block in row.written_states:
+                start = block * LAYOUT.block_bytes + layer * LAYOUT.layer_bytes
+                yield Access(memory, start, start + LAYOUT.layer_bytes, write=True)
+            for group, ids in zip(GROUPS[:_STATES], row.block_ids[:_STATES], strict=True):
                 size, width = group.block_tokens, LAYOUT.layer_bytes // group.block_tokens
                 for token in range(row.read_from(group), row.stop):
                     start = ids[token // size] * LAYOUT.block_bytes + layer * LAYOUT.layer_bytes + token % size * width
@@ -376,16 +438,28 @@ class Engine:
 
     def _num_tokens(self, request: Request) -> int:
         """Of the next step: a chunk of the prompt, or one token that may not be known yet, and drafts."""
-        first = request.num_computed_tokens
-        if request.num_tokens - first > 1:
-            return min(request.num_tokens - first, _CHUNK)
-        return min(1 + self.rng.randrange(self.drafts + 1), len(request.truth) - first)
+        first, known = request.num_computed_tokens, request.num_tokens
+        request.checkpoint = 0
+        if known - first <= 1:
+            count = min(1 + self.rng.randrange(self.drafts + 1), len(request.truth) - first)
+            # Drafts do not go on in a further block of states.
+            return min(count, BOUNDARY - first % BOUNDARY) if self.has_states else count
+        if not self.has_states:
+            return min(known - first, _CHUNK)
+        if known - first > _CHUNK:
+            return (first + _CHUNK) // BOUNDARY * BOUNDARY - first
+        inside, end = (known - 1) // HASH_TOKENS * HASH_TOKENS, (known - 1) // BOUNDARY * BOUNDARY
+        if end > first + BOUNDARY - 1 and self.rng.random() < 0.8:
+            request.checkpoint = inside
+            return known - first
+        return (end if end > first else known) - first
 
     def _row(self, request: Request, count: int) -> Row:
         start = request.num_computed_tokens
         first = max(start + 1, request.num_tokens)  # known tokens are no drafts
         good = self.rng.randrange(first, start + count + 1) if self.drafts and start + count > first else start + count
-        return Row(request, request.epoch, request.weights, start, good, start + count, request.block_ids)
+        ids = request.block_ids
+        return Row(request, request.epoch, request.weights, start, good, start + count, request.checkpoint, ids)
 
     def _start(self, request: Request) -> bool:
         """Look for KV of its tokens. False: it cannot be scheduled in this step."""
@@ -394,13 +468,14 @@ class Engine:
         if found is None or (found and sum(one.loading or one.loaded for one in self.waiting) == 2):
             return False
         request.weights = self.weights
-        for at, group in enumerate(GROUPS):
+        for at, group in enumerate(self.groups):
             first = max(0, computed + found - group.window + 1) // group.block_tokens if group.window else 0
             for block in range(computed // group.block_tokens):
                 held = self.pool.cached.get(request.key(at, block)) if block >= first else None
                 request.blocks[at].append(held or self.pool.blocks[0])
             self.pool.touch([block for block in request.blocks[at] if block.block_id])
         request.num_computed_tokens, request.loading = computed + found, found > 0
+        request.checkpoint, request.handed = 0, computed // BOUNDARY
         if not self._grow(request, computed + found):
             self._free(request)
             return False
@@ -414,29 +489,32 @@ class Engine:
         for stop in range((request.num_tokens - 1) // BOUNDARY * BOUNDARY, 0, -BOUNDARY):
             needed = (
                 request.key(at, block)
-                for at, group in enumerate(GROUPS)
+                for at, group in enumerate(self.groups)
                 for block in range(
                     max(0, stop - group.window + 1) // group.block_tokens if group.window else 0,
                     stop // group.block_tokens,
                 )
             )
-            if all(key in self.pool.cached for key in needed):
+            if all(key in self.pool.cached and key not in self.fresh for key in needed):
                 return stop
         return 0
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
         """Give blocks back that are behind the window, and take those up to `num_tokens`."""
         lacking = 0
-        for at, group in enumerate(GROUPS):
+        for at, group in enumerate(self.groups):
             behind = max(0, request.num_computed_tokens - group.window + 1) // group.block_tokens if group.window else 0
             blocks = request.blocks[at]
             blocks.extend([self.pool.blocks[0]] * (behind - len(blocks)))
             self.pool.free_blocks(block for block in blocks[:behind] if block.block_id)
             blocks[:behind] = [self.pool.blocks[0]] * behind
+            if at == _STATES:  # only the end of a step has a state, and its checkpoint
+                end = -(-num_tokens // BOUNDARY) - 1 - bool(request.checkpoint)
+                blocks.extend([self.pool.blocks[0]] * (end - len(blocks)))
             lacking += max(0, -(-num_tokens // group.block_tokens) - len(blocks))
         if lacking > len(self.pool.free):
             return False
-        for at, group in enumerate(GROUPS):
+        for at, group in enumerate(self.groups):
             blocks = request.blocks[at]
             blocks.extend(self.pool.take(max(0, -(-num_tokens // group.block_tokens) - len(blocks))))
         if not request.loading:
@@ -444,8 +522,18 @@ class Engine:
         return True
 
     def _cache(self, request: Request, num_tokens: int) -> None:
+        first, request.handed = request.handed, self.has_states * max(request.handed, num_tokens // BOUNDARY)
+        for block in range(first, request.handed):
+            held, end = request.blocks[_STATES][block], (block + 1) * BOUNDARY
+            if held.block_id:
+                inside = request.checkpoint and block == -(-num_tokens // BOUNDARY) - 2
+                state = _STATES, held.block_id, request.checkpoint if inside else end
+                self.handed.setdefault(request.request_id, []).append(state)
+                if self.has_cache and request.weights == self.weights and not inside:
+                    self.fresh.add(request.key(_STATES, block))
+                    self.pool.cache(held, request.key(_STATES, block))
         if self.has_cache and request.weights == self.weights:
-            for at, group in enumerate(GROUPS):
+            for at, group in enumerate(GROUPS[:_STATES]):
                 for block, held in enumerate(request.blocks[at][: num_tokens // group.block_tokens]):
                     self.pool.cache(held, request.key(at, block))
 
@@ -453,8 +541,9 @@ class Engine:
         for blocks in request.blocks:
             self.pool.free_blocks(block for block in reversed(blocks) if block.block_id)
             blocks.clear()
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.handed = request.checkpoint = 0
         request.loading = request.loaded = False
+        self.handed.pop(request.request_id, None)
 
     def _preempt(self, request: Request) -> None:
         self.told["preempted"] += 1
@@ -520,12 +609,12 @@ class Engine:
             assert known == {gauge.name: gauge.num_blocks for gauge in carrier._tiers.gauges() if gauge.num_blocks}
 
 
-def program(seed: int, told: Counter[str]) -> Callable[[SimDevice], None]:
+def program(seed: int, told: Counter[str], *, states: bool) -> Callable[[SimDevice], None]:
     """One workload, for `sidestream_order.explore`."""
 
     def run(device: SimDevice) -> None:
         with narrow_lanes(), pytest.MonkeyPatch.context() as patch:
-            engine = Engine(device, seed, told)
+            engine = Engine(device, seed, told, states=states)
             if engine.chance:  # a load that was told early must not fail
                 patch.setattr(carriers, "_LEAD_S", 0.0)
             engine.run()

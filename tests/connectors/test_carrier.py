@@ -26,7 +26,9 @@ KEYS = tuple(bytes([number]) * 16 for number in range(8))
 class Rig:
     """A carrier of one rank. `gates` hold back the streams whose names begin with one of them."""
 
-    def __init__(self, seed: int = 0, *, disk: tuple[Key, ...] = (), pin_s: float = 0.0) -> None:
+    def __init__(
+        self, seed: int = 0, *, disk: tuple[Key, ...] = (), pin_s: float = 0.0, tells_early: bool = True
+    ) -> None:
         self.device, self.checker = simulated("random", seed)
         self.gates: set[str] = set()
         self.fails: Callable[[str, int], bool] = lambda stream, block: False
@@ -50,6 +52,7 @@ class Rig:
             tiers=TierStack(host, {"disk": self.disk}),
             stream=lambda: self.compute,
             load_deadline_s=1.0,
+            tells_early=tells_early,
         )
         self.steps, self.orders, self.resets = 0, 1, 0
         self.done = Finished()
@@ -215,6 +218,16 @@ def early(rig: Rig) -> None:
     assert rig.report().loaded == {2: True} and rig.done.loaded == {"r"}
     rig.send(tokens=0)
     assert rig.carrier._transfers.settled == 1
+
+
+def test_no_load_is_told_early_where_steps_begin_before_their_layers() -> None:
+    for rig in checked(Rig(tells_early=False)):
+        rig.stored(1)
+        rig.gates.add("load")
+        rig.send(load(1), tokens=0)
+        assert rig.report().loaded == {} and not rig.done.loaded
+        rig.gates.clear()
+        assert rig.report().loaded == {2: True}
 
 
 @pytest.mark.parametrize("by_layer", [False, True])

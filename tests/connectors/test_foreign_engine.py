@@ -14,7 +14,7 @@ from foreign_engine import RULES, program
 from proof.mutations import applied, find
 from sidestream_order.explore import Run, replay
 
-SCHEDULES = 64
+SCHEDULES, WITH_STATES = 64, 24
 POLICIES = ("random", "late", "early", "starve:load", "starve:store", "starve:compute", "starve:offload", "pct:3:1500")
 
 
@@ -25,17 +25,20 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def schedule(seed: int, told: Counter[str]) -> Run:
-    return replay(program(seed, told), POLICIES[seed % len(POLICIES)], seed, rules=RULES, trace=False)
+def schedule(seed: int, told: Counter[str], *, states: bool) -> Run:
+    return replay(program(seed, told, states=states), POLICIES[seed % len(POLICIES)], seed, rules=RULES, trace=False)
 
 
-def test_no_schedule_reads_wrong_kv() -> None:
+@pytest.mark.parametrize("states", [False, True])
+def test_no_schedule_reads_wrong_kv(states: bool) -> None:
     told: Counter[str] = Counter()
-    for seed in range(SCHEDULES):
-        run = schedule(seed, told)
+    schedules = WITH_STATES if states else SCHEDULES
+    for seed in range(schedules):
+        run = schedule(seed, told, states=states)
         assert not run.problems, f"seed {seed}: {run.problems[0]}"
-    happened = ("loads", "failed loads", "loads told early", "hits in disk", "preempted", "aborted", "resets")
-    assert not [what for what in (*happened, "stores put off") if told[what] < SCHEDULES // 10], told
+    happened = ("loads", "failed loads", "hits in disk", "preempted", "aborted", "resets", "stores put off")
+    early = () if states else ("loads told early",)
+    assert not [what for what in (*happened, *early) if told[what] < schedules // 10], told
 
 
 @pytest.mark.parametrize(
@@ -52,8 +55,14 @@ def test_no_schedule_reads_wrong_kv() -> None:
         "blocks-are-held-until-all-ranks-settled",
         "resumed-request-has-new-blocks",
         "key-has-the-group",
+        "state-is-stored-when-it-is-handed",
+        "state-is-stored-with-its-own-tokens",
+        "state-arrives-before-its-step",
     ],
 )
 def test_without_a_rule_some_schedule_fails(rule: str) -> None:
+    states = rule.startswith("state-")
     with applied(find(rule)):
-        assert any(schedule(seed, Counter()).problems for seed in range(SCHEDULES))
+        assert any(
+            schedule(seed, Counter(), states=states).problems for seed in range(WITH_STATES if states else SCHEDULES)
+        )

@@ -13,11 +13,12 @@ from foreign_engine import Pool
 
 from sidestream_kv.connectors.key_events import BlockEvent, KeyEvents
 from sidestream_kv.connectors.orders import LoadOrder, Order, Orders, PromoteOrder, Report, StoreOrder, TierKeys
-from sidestream_kv.connectors.planner import Group, Planner
+from sidestream_kv.connectors.planner import STATE_WINDOW, Group, Planner
 from sidestream_kv.kv.key_log import KeysRemoved, KeysStored
 from sidestream_kv.types import HOST, Key
 
 FULL, WINDOW = Group(4, 1), Group(4, 1, window=6)  # a window of two blocks where a hit ends
+STATES = Group(4, 1, window=STATE_WINDOW, handed=True)
 
 
 class Rig:
@@ -70,10 +71,13 @@ class Rig:
     def free(self, block_ids: Sequence[int]) -> None:
         self.pool.free_blocks(self.pool.blocks[block_id] for block_id in block_ids)
 
-    def step(self, request: Any = None, count: int = 0, ids: Any = (), *, again: bool = True) -> Orders:
-        """A step with these tokens of the request, which has these new blocks, by group."""
+    def step(
+        self, request: Any = None, count: int = 0, ids: Any = (), *states: tuple[int, int, int], again: bool = True
+    ) -> Orders:
+        """A step with these tokens of the request, which has these new blocks, by group, and these complete states."""
         scheduled = [] if request is None else [(request.request_id, ids, again)]
-        orders = self.planner.plan_step(scheduled, {} if request is None else {request.request_id: count})
+        counts = {} if request is None else {request.request_id: count}
+        orders = self.planner.plan_step(scheduled, counts, dict.fromkeys(counts, states))
         if request is not None:
             request.num_computed_tokens += count
         return orders
@@ -143,6 +147,18 @@ def test_a_load_leaves_out_blocks_before_the_window_and_empty_blocks() -> None:
     order = rig.load(request, full, window)
     assert order.block_ids == (*full, *window[2:])
     assert order.keys == (*rig.keys(request), *rig.keys(request, 1, 2, 3))
+
+
+def test_a_hit_ends_where_all_groups_have_a_state_and_loads_only_these() -> None:
+    rig = Rig(FULL, STATES, STATES)
+    request = rig.request(21)
+    rig.hold(*rig.keys(request))
+    rig.hold(*rig.keys(request, 1, 0, 2, 4))
+    rig.hold(*rig.keys(request, 2, 0, 1, 2))
+    full, one, two = rig.blocks(3), *rig.blocks(2)
+    order = rig.load(request, full, [0, 0, one], [0, 0, two])
+    assert order.block_ids == (*full, one, two)
+    assert order.keys == (*rig.keys(request)[:3], *rig.keys(request, 1, 2), *rig.keys(request, 2, 2))
 
 
 def test_groups_with_other_block_sizes_agree_on_a_boundary() -> None:
@@ -295,6 +311,17 @@ def test_blocks_without_room_are_stored_in_order_at_later_steps_and_at_the_end()
     assert rig.planner.counts.stores == 5 and rig.planner.counts.stores_put_off == 3
 
 
+def test_states_are_stored_when_they_are_handed_over_and_with_their_own_tokens() -> None:
+    rig = Rig(FULL, STATES, most_held=0)  # nobody hands a state over twice, so room does not matter
+    request = rig.request(15)
+    rig.planner.match(request, 0)
+    full, states = rig.blocks(4), rig.blocks(4)
+    (order,) = rig.step(request, 15, (full, states), (1, states[1], 8), (1, states[2], 14), (1, 0, 4)).orders
+    assert order == StoreOrder(rig.keys(request, 1, 1), (states[1],))
+    assert rig.pool.blocks[states[1]].users == 2
+    assert rig.step(request, 1, None, (1, states[1], 8), again=False).orders == ()  # it is being stored
+
+
 def test_a_step_without_room_looks_at_one_block_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(most_held=0)
     request = rig.request(200)
@@ -393,6 +420,15 @@ def test_a_store_that_was_not_sent_before_a_reset_is_not_executed() -> None:
     rig.planner.reset()
     assert rig.step().orders == (StoreOrder((), ()),)
     assert rig.start(rig.request(9, "other"), 9, rig.blocks(3)).orders != ()
+
+
+def test_states_from_before_a_reset_are_not_stored() -> None:
+    rig = Rig(FULL, STATES)
+    request = rig.request(9)
+    states = rig.blocks(3)
+    rig.start(request, 4, rig.blocks(1), states[:1])
+    rig.planner.reset()
+    assert rig.step(request, 4, ([], []), (1, states[0], 4), again=False).orders == ()
 
 
 @pytest.mark.parametrize("when", ["running", "loading", "loaded"])

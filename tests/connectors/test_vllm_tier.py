@@ -1,4 +1,6 @@
-"""The secondary tier for vLLM, against stand-ins of both versions' interfaces. What needs vLLM: test_real_vllm.py."""
+"""The secondary tier for vLLM, and what the connector refuses, against stand-ins of both versions' interfaces. What
+needs vLLM: test_real_vllm.py.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +31,7 @@ from vllm_stand_ins import (
 
 from sidestream_kv.connectors import vllm_plugin
 from sidestream_kv.connectors.checkpoint import fingerprint_of
+from sidestream_kv.connectors.planner import Group
 from sidestream_kv.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -288,6 +291,24 @@ def test_a_hash_that_is_not_cryptographic_needs_a_seed(
     Host(new, tmp_path, config=config).shutdown()
 
 
+def test_recurrent_states_need_prefix_caching_and_a_version_that_names_them(
+    vllm: Vllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = vllm.adapter("vllm_versions")
+    monkeypatch.setattr(versions, "resolve_kv_cache_block_sizes", lambda *arguments: (16, 16))
+    spec: Any = type("MambaSpec", (), {"block_size": 16, "mamba_cache_mode": "align"})()
+    caches = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["mixer"])])
+    config = SimpleNamespace(parallel_config=SimpleNamespace(decode_context_parallel_size=1))
+    if vllm.is_old:
+        with pytest.raises(ConfigError, match=r"have complete recurrent states: use vLLM 0\.32"):
+            versions.groups_of(config, caches)
+        return
+    assert versions.groups_of(config, caches) == ([Group(16, 1, window=2, handed=True)], 16)
+    spec.mamba_cache_mode = "none"
+    with pytest.raises(ConfigError, match="mamba_cache_mode is none: give --enable-prefix-caching"):
+        versions.groups_of(config, caches)
+
+
 def test_scales_that_differ_in_each_process_are_refused(old: Vllm, tmp_path: Path) -> None:
     config = config_of(model_at(tmp_path / "model"), scales=True)
     with pytest.raises(ConfigError, match="calculate_kv_scales gives FP8 KV other scales in each process"):
@@ -391,6 +412,7 @@ ALLOWED = {
     "vllm.platforms",
     "vllm.v1.core",
     "vllm.v1.core.kv_cache_utils",
+    "vllm.v1.core.sched",
     "vllm.v1.kv_offload",
     "vllm.v1.kv_offload.base",
     "vllm.v1.kv_offload.tiering.base",

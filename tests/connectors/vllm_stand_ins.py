@@ -119,6 +119,7 @@ class Vllm:
                 "resolve_kv_cache_block_sizes": None,
                 **({} if self.is_old else {"DEFAULT_NONE_HASH_SEED": "seed"}),
             },
+            "vllm.v1.core.sched.output": {} if self.is_old else {"KVConnectorBlockState": object},
             "vllm.v1.kv_offload": {},
             "vllm.v1.kv_offload.base": offload if self.is_old else {**offload, "Medium": Medium},
             "vllm.v1.kv_offload.tiering.base": {

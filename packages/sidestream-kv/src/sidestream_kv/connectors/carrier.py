@@ -55,6 +55,8 @@ class Carrier:
     stream         returns the stream on which the engine launches its steps; None: a step has ended when its launch
                    returns
     load_deadline_s  seconds that a request waits for reads from persistent tiers
+    tells_early    whether a load may be told before its last copies, for which the request's step then waits. False if
+                   a step begins before `begin`: an engine copies recurrent states between blocks before any layer
     """
 
     def __init__(
@@ -68,11 +70,13 @@ class Carrier:
         load_deadline_s: float,
         metrics: Metrics | None = None,
         self_check: float = 0.0,
+        tells_early: bool = True,
     ) -> None:
         self.metrics = metrics or Metrics()
         self._rank = rank
         self._device = device
         self._stream = stream
+        self._tells_early = tells_early and stream is not None  # rule: state-arrives-before-its-step
         self._tiers = tiers
         self._costs = CostModel(memory.layout, clock=device.now)
         self._block_bytes = memory.layout.block_bytes
@@ -184,7 +188,7 @@ class Carrier:
         done = Finished()
         # The launch of the next step takes some milliseconds, in which the last blocks may arrive. No other request may
         # wait for them.
-        lead_s = 0.0 if self._orders.most_tokens or self._stream is None else _LEAD_S
+        lead_s = _LEAD_S if self._tells_early and not self._orders.most_tokens else 0.0
         for number, order in list(self._loads.items()):
             failed = number in self._failed
             if failed:

@@ -5,6 +5,8 @@ blocks are whatever has the attributes that `PlannedRequest` and `BlockPool` nam
 A block of tokens is identified by the engine's hash of the block and the group of layers that the block is for.
 
     group      layers with the same block size and kind of attention; a block of the device belongs to one group at once
+    state      what a recurrent layer keeps after a token, in place of KV. A block holds one, which each step overwrites
+               until the engine begins the next block. It serves a hit that ends at just its token
     boundary   number of tokens at which a hit may end: a multiple of the block size of every group
 """
 
@@ -14,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from sidestream_kv.connectors.key_events import KeyEvents
@@ -24,6 +27,9 @@ _HASH_BYTES = 15  # of a key; the last byte is the group
 # Weight of a new measurement in the moving average of the prefill rate, and least tokens of a step that tells it.
 _WEIGHT = 0.2
 _PREFILL_TOKENS = 512
+
+# As a window, it reaches the last token before the next one only.
+STATE_WINDOW = 2
 
 
 class PlannedRequest(Protocol):
@@ -63,18 +69,25 @@ class Group:
 
     block_tokens  tokens of a block
     hashes        number of the engine's hashes for each block
-    window        tokens of its sliding window; 0: attention to all tokens
+    window        tokens of its sliding window; 0: attention to all tokens; `STATE_WINDOW`: recurrent states
+    handed        whether the engine names each block to store and its number of tokens (`Planner.plan_step`), because
+                  a block of a request may hold the state after another token than its last one
     """
 
     block_tokens: int
     hashes: int
     window: int = 0
+    handed: bool = False
 
     def blocks(self, first: int, stop: int) -> range:
         """The blocks that a hit from token `first` to token `stop` must load."""
         if self.window:  # the next token attends to the last `window` - 1 tokens before it
             first = max(first, stop - self.window + 1)
         return range(first // self.block_tokens, max(first, stop) // self.block_tokens)
+
+
+_Found = tuple[int, int, int]
+"""A block to store: its group, its index in its request, and its device block."""
 
 
 @dataclass(slots=True, eq=False)
@@ -110,6 +123,28 @@ class _State:
             keys, tail = self.keys[at], bytes([at])
             lasts = hashes[(len(keys) + 1) * group.hashes - 1 :: group.hashes]
             keys += [last[:_HASH_BYTES] + tail for last in lasts]  # rule: key-has-the-group
+
+    def found(self, at: int, blocks: range) -> list[_Found]:
+        """These blocks of a group."""
+        return [(at, block, self.block_ids[at][block]) for block in blocks]
+
+    def needed(self, groups: Sequence[Group], first: int, stop: int) -> list[list[Key]]:
+        """The keys that a hit from token `first` to token `stop` must load, by group."""
+        ranges = [group.blocks(first, stop) for group in groups]
+        return [keys[blocks.start : blocks.stop] for keys, blocks in zip(self.keys, ranges, strict=True)]
+
+    def can_load(self, key: Key, held: TierKeys) -> bool:
+        """Whether this block can be loaded."""
+        source = held.source(key)
+        # rule: after-a-promotion-only-host-memory-counts
+        return source == HOST if self.promoted else source is not None
+
+    def gap(self, at: int, blocks: range, held: TierKeys) -> int | None:
+        """The last of these blocks of a group that cannot be loaded; None: all can."""
+        keys = self.keys[at]
+        if blocks.stop <= len(keys) and held.all_in_host_memory(keys[blocks.start : blocks.stop]):
+            return None
+        return next((at for at in reversed(blocks) if at >= len(keys) or not self.can_load(keys[at], held)), None)
 
 
 @dataclass(slots=True, eq=False)
@@ -253,6 +288,7 @@ class Planner:
     ) -> None:
         self.counts = Counts()
         self._groups = groups
+        self._prefix_group = next((at for at, group in enumerate(groups) if not group.handed), 0)
         self._boundary = boundary
         self._num_ranks = num_ranks
         self._most_held = most_held
@@ -303,7 +339,7 @@ class Planner:
             return 0
         state.first = computed
         if sources[HOST] < num_blocks:
-            keys = [key for of_group in self._needed(state, computed, stop) for key in of_group]
+            keys = [key for of_group in state.needed(self._groups, computed, stop) for key in of_group]
             state.promoting = self._add(PromoteOrder(tuple(keys)))
             self._promotions[state.promoting] = request.request_id
             return None
@@ -341,37 +377,21 @@ class Planner:
                 keys = state.keys[at][first : stop // group.block_tokens]
                 count = len(keys)
                 if not self._keys.all_in_host_memory(keys):
-                    count = next((index for index, key in enumerate(keys) if not self._has(state, key)), count)
+                    count = next(
+                        (index for index, key in enumerate(keys) if not state.can_load(key, self._keys)), count
+                    )
                 stop = min(stop, (first + count) * group.block_tokens) // boundary * boundary
         windows = [(at, group) for at, group in enumerate(self._groups) if group.window]
         while stop > computed:  # where one group's window has a gap, all groups need their windows before it
-            gaps = ((self._gap(state, at, group.blocks(computed, stop)), group) for at, group in windows)
+            gaps = ((state.gap(at, group.blocks(computed, stop), self._keys), group) for at, group in windows)
             gap = next((block * group.block_tokens for block, group in gaps if block is not None), None)
             if gap is None:  # rule: hit-has-the-whole-window
                 break
             stop = gap // boundary * boundary
         needed = Counter[str]()
-        for keys in self._needed(state, computed, stop):
+        for keys in state.needed(self._groups, computed, stop):
             needed.update(source for source in self._keys.sources(keys) if source is not None)
         return stop, needed
-
-    def _gap(self, state: _State, at: int, blocks: range) -> int | None:
-        """The last of these blocks of a group that cannot be loaded; None: all can."""
-        keys = state.keys[at]
-        if blocks.stop <= len(keys) and self._keys.all_in_host_memory(keys[blocks.start : blocks.stop]):
-            return None
-        return next((at for at in reversed(blocks) if at >= len(keys) or not self._has(state, keys[at])), None)
-
-    def _has(self, state: _State, key: Key) -> bool:
-        """Whether this block can be loaded."""
-        source = self._keys.source(key)
-        # rule: after-a-promotion-only-host-memory-counts
-        return source == HOST if state.promoted else source is not None
-
-    def _needed(self, state: _State, first: int, stop: int) -> list[list[Key]]:
-        """The keys that a hit from token `first` to token `stop` must load, by group."""
-        ranges = [group.blocks(first, stop) for group in self._groups]
-        return [keys[blocks.start : blocks.stop] for keys, blocks in zip(state.keys, ranges, strict=True)]
 
     # ------------------------------------------------------------------ stores
 
@@ -379,12 +399,15 @@ class Planner:
         self,
         scheduled: Iterable[tuple[str, Sequence[Sequence[int] | None] | None, bool]],
         num_tokens: Mapping[str, int],
+        handed: Mapping[str, Iterable[tuple[int, int, int]]] = MappingProxyType({}),
     ) -> Orders:
         """The orders for the workers with the step that the engine schedules now.
 
         scheduled   for each request of the step: its id, its new blocks by group, and whether these are all its blocks,
                     because the request has lost the earlier ones
         num_tokens  tokens of the step, by request
+        handed      by request: group, device block and number of tokens of each state that this or an earlier step
+                    completes. Nothing overwrites the block while it has a user
         """
         prompt_tokens = 0
         for request_id, new_ids, again in scheduled:
@@ -400,16 +423,14 @@ class Planner:
             if count and not state.loading:
                 computed = state.request.num_computed_tokens + count
                 self._store(state, computed, touches=count > 1 and computed >= state.request.num_tokens)
+        for request_id, states in handed.items():
+            if (state := self._states.get(request_id)) is not None:
+                self._store_states(state, states)
         self._step += 1
         if prompt_tokens >= _PREFILL_TOKENS and prompt_tokens == sum(num_tokens.values()):
             self._costs.began(self._step, prompt_tokens)
-        orders = Orders(
-            self._step,
-            self._resets,
-            self._sent + 1,
-            tuple(self._orders),
-            most_tokens=max(num_tokens.values(), default=0),
-        )
+        most = max(num_tokens.values(), default=0)
+        orders = Orders(self._step, self._resets, self._sent + 1, tuple(self._orders), most_tokens=most)
         self._sent += len(self._orders)
         self._orders = []
         return orders
@@ -419,44 +440,57 @@ class Planner:
 
         touches   the whole prefix counts as just used; not with each chunk of a prompt, because prefixes are long
         """
-        if state.stale:  # rule: blocks-from-before-a-reset-are-not-stored
-            return
         state.extend_keys(self._groups)
-        keys: list[Key] = []
-        ids: list[int] = []
+        found: list[_Found] = []
         room = self._most_held - self._holds.num_blocks
         for at, group in enumerate(self._groups):
+            if group.handed:  # rule: state-is-stored-when-it-is-handed
+                continue
             complete = min(computed // group.block_tokens, len(state.keys[at]), len(state.block_ids[at]))
             # rule: block-behind-the-window-is-not-stored
             first = max(state.seen[at], group.blocks(0, state.request.num_computed_tokens).start)
             state.seen[at] = max(first, complete)
             while first < complete:
                 # A step without room looks at one block.
-                stop = min(complete, first + max(1, room - len(ids)))
-                found = state.keys[at][first:stop]
-                wanted = self._keys.outside_host_memory(found) - self._holds.storing
-                stored = [
-                    (block, key, block_id)
-                    for block, key, block_id in zip(
-                        range(first, stop), found, state.block_ids[at][first:], strict=False
-                    )
-                    if block_id and key in wanted
-                ]
-                if stored and len(ids) >= room:
+                stop = min(complete, first + max(1, room - len(found)))
+                stored = self._not_held(state, state.found(at, range(first, stop)))
+                if stored and len(found) >= room:
                     self.counts.stores_put_off += 1
                     state.seen[at] = first  # rule: store-without-room-is-tried-again
                     break
                 first = stop
-                keys += [key for _, key, _ in stored]
-                ids += [block_id for _, _, block_id in stored]
-                if self._events is not None:
-                    for block, key, _ in stored:
-                        self._events.ordered(key, at, state.request.block_hashes[(block + 1) * group.hashes - 1])
-        if keys:
-            prefix = tuple(state.keys[0][: state.seen[0]]) if touches else ()
-            # rule: store-holds-its-device-blocks
-            self._holds.add(self._add(StoreOrder(tuple(keys), tuple(ids), prefix)), ids, tuple(keys))
-            self.counts.stores += len(keys)
+                found += stored
+        first = self._prefix_group
+        self._order_store(state, found, tuple(state.keys[first][: state.seen[first]]) if touches else ())
+
+    def _store_states(self, state: _State, handed: Iterable[tuple[int, int, int]]) -> None:
+        """Order the store of states, with or without room: they are few, and the engine may free their blocks next."""
+        state.extend_keys(self._groups)
+        found: list[_Found] = []
+        for at, block_id, num_tokens in handed:
+            blocks, rest = divmod(num_tokens, self._groups[at].block_tokens)
+            if blocks <= len(state.keys[at]) and not rest:  # rule: state-is-stored-with-its-own-tokens
+                found.append((at, blocks - 1, block_id))
+        self._order_store(state, self._not_held(state, found), ())
+
+    def _not_held(self, state: _State, blocks: Sequence[_Found]) -> list[_Found]:
+        """Those of the blocks that are not empty, and that host memory neither holds nor gets."""
+        keys = [state.keys[at][block] for at, block, _ in blocks]
+        wanted = self._keys.outside_host_memory(keys) - self._holds.storing
+        return [found for found, key in zip(blocks, keys, strict=True) if found[2] and key in wanted]
+
+    def _order_store(self, state: _State, found: Sequence[_Found], prefix: tuple[Key, ...]) -> None:
+        if not found or state.stale:  # rule: blocks-from-before-a-reset-are-not-stored
+            return
+        keys = tuple(state.keys[at][block] for at, block, _ in found)
+        ids = tuple(block_id for _, _, block_id in found)
+        if self._events is not None:
+            for key, (at, block, _) in zip(keys, found, strict=True):
+                last_hash = (block + 1) * self._groups[at].hashes - 1
+                self._events.ordered(key, at, state.request.block_hashes[last_hash])
+        # rule: store-holds-its-device-blocks
+        self._holds.add(self._add(StoreOrder(keys, ids, prefix)), ids, keys)
+        self.counts.stores += len(keys)
 
     def request_ended(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
         """The request ended, and `block_ids`, all of its blocks by group, become free after this call."""

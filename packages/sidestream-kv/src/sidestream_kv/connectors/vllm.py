@@ -118,6 +118,7 @@ class SidestreamConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         wanted = vllm_config.kv_events_config
         self._events = KeyEvents() if wanted is not None and wanted.enable_kv_cache_events else None
         self._block_tokens = [group.block_tokens for group in groups]
+        self._has_states = any(group.handed for group in groups)
         self._planner: Planner | None = None
         self._carrier: Carrier | None = None
         self._finished = Finished()
@@ -157,7 +158,8 @@ class SidestreamConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         if len(sizes) != 1:
             raise ConfigError(
                 f"SidestreamConnector: blocks have {sorted(sizes)} bytes in {len(regions)} tensors of KV, and only "
-                "equal sizes can be copied: use the secondary tier (docs/vllm.md) instead"
+                "equal sizes can be copied. Set VLLM_KV_CACHE_LAYOUT=BLHNC, which gives a block one tensor, if vLLM "
+                f"{vllm_versions.VERSION} and its attention backend have it; or use the secondary tier (docs/vllm.md)"
             )
         (size,) = sizes
         self._layers = layers
@@ -186,6 +188,7 @@ class SidestreamConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
             stream=stream,
             load_deadline_s=config.load_deadline_s,
             self_check=self._options.self_check,
+            tells_early=not self._has_states,
         )
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
@@ -285,7 +288,8 @@ class SidestreamConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
     def build_connector_meta(self, scheduler_output: Any) -> SidestreamMetadata:
         """What the workers have to do with this step."""
         scheduled = _scheduled(scheduler_output)
-        return SidestreamMetadata(self._plans.plan_step(scheduled, scheduler_output.num_scheduled_tokens))
+        handed = vllm_versions.states_of(scheduler_output)
+        return SidestreamMetadata(self._plans.plan_step(scheduled, scheduler_output.num_scheduled_tokens, handed))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take over the workers' reports."""

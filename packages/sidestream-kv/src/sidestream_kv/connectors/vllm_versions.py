@@ -1,9 +1,10 @@
 """All that differs between the versions of vLLM: what a tier and a connector are told, and what they return.
 
 0.25.1   a spec has `vllm_config`; jobs have `block_ids`; a result is only true or false; hashes are random;
-         a failed load names blocks, which only a model with one group of layers survives
+         a failed load names blocks, which only a model with one group of layers survives; states are not named
 0.32     a spec has `config` only; jobs have `chunk_ids`; a result may name the keys that succeeded;
-         a failed load names its request; a tensor of KV may hold several layers
+         a failed load names its request; a tensor of KV may hold several layers; each step names the blocks of
+         recurrent states that are complete
 """
 
 from __future__ import annotations
@@ -22,17 +23,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base as kv_connector
 from vllm.platforms import current_platform
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.core.sched import output as sched_output
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.tiering.base import JobResult
 
 from sidestream_kv.connectors.chunks import ChunkLayout, RegionLayout, digest_of
 from sidestream_kv.connectors.key_events import BlockEvent
-from sidestream_kv.connectors.planner import Group
+from sidestream_kv.connectors.planner import STATE_WINDOW, Group
 from sidestream_kv.errors import ConfigError
 from sidestream_kv.types import HOST
 
 _log = logging.getLogger(__name__)
 
+VERSION: str = vllm.__version__
 TRIED = "0.25.1 and 0.32.0"
 _OLDEST, _TOO_NEW = (0, 25, 1), (0, 33)
 
@@ -174,7 +177,11 @@ def hit_source(tier: str) -> Any:
     return CacheHitSource(tier)
 
 
-_KINDS_OF_ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec", "SlidingWindowSpec")
+NAMES_STATES = hasattr(sched_output, "KVConnectorBlockState")
+"""Whether a step names the blocks of states that are complete."""
+
+_STATES = "MambaSpec"
+_KINDS = ("FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec", "SlidingWindowSpec", _STATES)
 
 
 def groups_of(vllm_config: Any, kv_cache_config: Any) -> tuple[list[Group], int]:
@@ -188,20 +195,44 @@ def groups_of(vllm_config: Any, kv_cache_config: Any) -> tuple[list[Group], int]
     groups = []
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
-        kinds = {type(each).__name__ for each in getattr(spec, "kv_cache_specs", {0: spec}).values()}
-        if strange := sorted(kinds.difference(_KINDS_OF_ATTENTION)):
+        members = [*getattr(spec, "kv_cache_specs", {0: spec}).values()]
+        kinds = {type(each).__name__ for each in members}
+        if strange := sorted(kinds.difference(_KINDS)):
             raise ConfigError(
                 f"SidestreamConnector cannot offload {', '.join(strange)} of {group.layer_names[0]}: use the secondary "
                 "tier (docs/vllm.md) instead"
             )
-        window = spec.sliding_window if "SlidingWindowSpec" in kinds else 0
-        groups.append(Group(spec.block_size, spec.block_size // hash_tokens, window))
+        window = members[0].sliding_window if "SlidingWindowSpec" in kinds else 0
+        if _STATES in kinds:
+            window = STATE_WINDOW
+            _check_states(members[0])
+        groups.append(Group(spec.block_size, spec.block_size // hash_tokens, window, handed=_STATES in kinds))
     if len(groups) > 1 and not FAILED_LOAD_NAMES_REQUEST:
         raise ConfigError(
             f"vLLM {vllm.__version__} cannot recover from a failed load of a model with {len(groups)} groups of "
             "layers: use vLLM 0.32, or the secondary tier"
         )
     return groups, boundary
+
+
+def _check_states(spec: Any) -> None:
+    """Raises ConfigError if states are not kept, or if a step does not name their blocks."""
+    if not NAMES_STATES:
+        raise ConfigError(
+            f"vLLM {vllm.__version__} does not tell a connector which blocks have complete recurrent states: use vLLM "
+            "0.32, or the secondary tier (docs/vllm.md)"
+        )
+    if spec.mamba_cache_mode != "align":
+        raise ConfigError(
+            "vLLM keeps recurrent states at the ends of blocks only with prefix caching, and here mamba_cache_mode is "
+            f"{spec.mamba_cache_mode}: give --enable-prefix-caching"
+        )
+
+
+def states_of(scheduler_output: Any) -> Mapping[str, Sequence[tuple[int, int, int]]]:
+    """See Planner.plan_step: `handed`."""
+    state = getattr(scheduler_output, "kv_connector_block_state", None)
+    return {} if state is None else state.boundary_state_offloads
 
 
 def layout_of(vllm_config: Any, kv_cache_config: Any, *, num_layers: int, block_bytes: int) -> RegionLayout:
