@@ -1,4 +1,4 @@
-"""The one long test: two thousand schedules of the code as it is, none of which may go wrong."""
+"""The one long test: a thousand schedules of the code as it is, none of which may go wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from sidestream_order.sim.policies import Choice, Starve
 
 pytestmark = pytest.mark.slow
 
-SCHEDULES = 2000
+# Each missing rule is found after 389 schedules at the latest: bench/results/torture-mutations.json.
+SCHEDULES = 1000
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +20,7 @@ def report() -> Report:
     return torture(schedules=SCHEDULES, seed=0)
 
 
-def test_no_oracle_objects_to_any_of_two_thousand_schedules(report: Report) -> None:
+def test_no_oracle_objects_to_any_of_a_thousand_schedules(report: Report) -> None:
     told = [
         (failure.workload.seed, failure.policy, failure.seed, failure.outcome.findings) for failure in report.failures
     ]
@@ -27,7 +28,7 @@ def test_no_oracle_objects_to_any_of_two_thousand_schedules(report: Report) -> N
     assert (report.schedules, report.num_failures, report.interrupted) == (SCHEDULES, 0, False)
 
 
-def test_the_2000_schedules_have_enough_steps_and_few_missing_pairs(report: Report) -> None:
+def test_the_schedules_have_enough_steps_and_few_missing_pairs(report: Report) -> None:
     assert report.steps / report.schedules > 20
     assert report.decisions / report.schedules > 80
     assert 100 * len(POLICIES) < SCHEDULES
