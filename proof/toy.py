@@ -47,6 +47,13 @@ STATE_WIDTH = 40
 """Size of a `StatefulToyModel`'s state in numbers. Only the last number is used."""
 
 
+def _blocks_of(batch: AttentionBatch) -> PagedBatch:
+    """The blocks of layers without a window, which hold a draft head's KV."""
+    found = batch.blocks if isinstance(batch, GroupedBatch) else batch
+    assert isinstance(found, PagedBatch)
+    return found
+
+
 def paged_layer(batch: AttentionBatch, layer: int) -> tuple[PagedBatch, int]:
     """The batch that holds a layer of the model, and the layer's index there. On the host only."""
     found, index = batch.of_layer(layer) if isinstance(batch, GroupedBatch) else (batch, layer)
@@ -492,16 +499,13 @@ class ToyProposer:
             # A real draft head writes KV at the positions of its drafts. Write wrong KV there, which `follow` must
             # overwrite.
             for step in range(count):
-                batch = context.attend(context.lengths - 1 + step)
-                assert isinstance(batch, PagedBatch)
-                self._keep(batch, torch.full((len(drafts), 1), -1.0))
+                self._keep(_blocks_of(context.attend(context.lengths - 1 + step)), torch.full((len(drafts), 1), -1.0))
         return torch.tensor(drafts, dtype=torch.int64)
 
     def _knows(self, context: Context, row: int, tokens: list[int]) -> bool:
         """Whether hidden state and KV match the row's tokens."""
         assert self._model is not None
-        batch = context.attend(context.lengths - 1)
-        assert isinstance(batch, PagedBatch)
+        batch = _blocks_of(context.attend(context.lengths - 1))
         kept = batch.kv[batch.block_tables[row], -2].permute(0, 2, 1, 3, 4).reshape(-1, 4)[: len(tokens) - 1]
         expected = [float(self._model.hidden_after(tokens[:position])) for position in range(len(tokens))]
         return context.hidden[row].tolist() == expected[-1:] * self.hidden_size and kept.tolist() == [
@@ -511,8 +515,7 @@ class ToyProposer:
     def follow(self, step: StepTokens) -> None:
         """See `Proposer.follow`. Stores the hidden state before each token in the second to last layer of the pool."""
         assert step.before is not None
-        batch = step.batch.blocks if isinstance(step.batch, GroupedBatch) else step.batch
-        assert isinstance(batch, PagedBatch)
+        batch = _blocks_of(step.batch)
         batch.before_layer(batch.kv.shape[1] - 2)
         self._keep(batch, step.before[:, :1])
 
