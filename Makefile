@@ -63,7 +63,7 @@ unit: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow"
 
 slow: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -m slow $$(grep -rl --include='test_*.py' mark.slow tests)
 
 # The browser for tests of the server's page, which are skipped without one. Installed only for root, as in a container.
 browser:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import functools
 import io
 import json
 import queue
@@ -18,6 +19,7 @@ import threading
 import tokenize
 from collections import Counter
 from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -62,16 +64,42 @@ def longest_classes(count: int = 5) -> list[tuple[int, str]]:
 
 
 def _longest(kinds: tuple[type[ast.AST], ...], count: int) -> list[tuple[int, str]]:
-    found = []
-    for path, text in sources().items():
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, kinds) and not _is_kernel(node):
-                found.append((node.end_lineno - node.lineno + 1, f"{path.as_posix()}:{node.name}"))  # type: ignore[attr-defined]
+    found = [
+        (lines, f"{path.as_posix()}:{name}")
+        for path, text in sources().items()
+        for kind, lines, name in _outline(text).definitions
+        if kind in kinds
+    ]
     return sorted(found, reverse=True)[:count]
 
 
-def _is_kernel(node: ast.AST) -> bool:
-    return any("jit" in ast.unparse(decorator) for decorator in getattr(node, "decorator_list", ()))
+@dataclass(frozen=True)
+class _Outline:
+    """Kind, lines and name of the functions and classes of a module but for GPU kernels; for each import, the module
+    and the names that are imported from it.
+    """
+
+    definitions: tuple[tuple[type[ast.AST], int, str], ...]
+    imports: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+@functools.cache
+def _outline(text: str) -> _Outline:
+    nodes = [*ast.walk(ast.parse(text))]
+    definitions = (node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef))
+    whole = (alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names)
+    parts = (node for node in nodes if isinstance(node, ast.ImportFrom) and not node.level)
+    return _Outline(
+        tuple(
+            (type(node), (node.end_lineno or node.lineno) - node.lineno + 1, node.name)
+            for node in definitions
+            if not any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+        ),
+        (
+            *((name, ()) for name in whole),
+            *((node.module, tuple(alias.name for alias in node.names)) for node in parts if node.module),
+        ),
+    )
 
 
 def import_circles() -> list[tuple[str, ...]]:
@@ -88,13 +116,10 @@ def _module_of(path: Path) -> str:
 def _imports(text: str, modules: Set[str]) -> set[str]:
     """Those of `modules` that a module with this text imports."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            # A name is a module of the package, or else something that the package's own module holds.
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= names if names <= modules else {node.module, *names}
+    for module, names in _outline(text).imports:
+        # A name is a module of the package, or else something that the package's own module holds.
+        inside = {f"{module}.{name}" for name in names}
+        found |= inside if inside and inside <= modules else {module, *inside}
     return found & modules
 
 

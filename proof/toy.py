@@ -47,6 +47,13 @@ STATE_WIDTH = 40
 """Size of a `StatefulToyModel`'s state in numbers. Only the last number is used."""
 
 
+def _blocks_of(batch: AttentionBatch) -> PagedBatch:
+    """The blocks of layers without a window, which hold a draft head's KV."""
+    found = batch.blocks if isinstance(batch, GroupedBatch) else batch
+    assert isinstance(found, PagedBatch)
+    return found
+
+
 def paged_layer(batch: AttentionBatch, layer: int) -> tuple[PagedBatch, int]:
     """The batch that holds a layer of the model, and the layer's index there. On the host only."""
     found, index = batch.of_layer(layer) if isinstance(batch, GroupedBatch) else (batch, layer)
@@ -493,8 +500,7 @@ class ToyProposer:
             # A real draft head writes KV at the positions of its drafts. Write wrong KV there, which `follow` must
             # overwrite.
             for step in range(count):
-                batch = _blocks_of(context.attend(context.lengths - 1 + step))
-                self._keep(batch, torch.full((len(drafts), 1), -1.0))
+                self._keep(_blocks_of(context.attend(context.lengths - 1 + step)), torch.full((len(drafts), 1), -1.0))
         return torch.tensor(drafts, dtype=torch.int64)
 
     def _knows(self, context: Context, row: int, tokens: list[int]) -> bool:
@@ -519,13 +525,6 @@ class ToyProposer:
         batch.kv[batch.slot_mapping // size, layer, :, batch.slot_mapping % size, 0] = values[:, :, None].expand(
             -1, 2, 2
         )
-
-
-def _blocks_of(batch: AttentionBatch) -> PagedBatch:
-    """The batch over the blocks that hold hidden states: those of the layers without a window."""
-    blocks = batch.blocks if isinstance(batch, GroupedBatch) else batch
-    assert isinstance(blocks, PagedBatch)
-    return blocks
 
 
 class ToyItself:

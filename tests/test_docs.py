@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 _CODE = re.compile(r"`([^`\n]+)`")
 _PATH = re.compile(r"[\w./-]+/[\w.-]*\.(?:py|md|txt|json)")
 _MEMBER = re.compile(r"([A-Z]\w*[a-z]\w*)\.(\w+)(?:\(.*\))?")
-_CLASS = r"^class {}\b(?:\((\w+)\))?"
+_CLASS = re.compile(r"^class (\w+)(?:\((\w+)\))?", re.MULTILINE)
 _FOREIGN = {"AutoConfig", "AutoModelForCausalLM", "CUDAGraph"}  # classes of transformers and torch
 _TEST = re.compile(r"test_\w+")
 
@@ -74,10 +75,14 @@ def test_every_member_of_a_class_that_a_page_names_exists() -> None:
     named = {found.groups() for code in codes if (found := _MEMBER.fullmatch(code)) and found[1] not in _FOREIGN}
     assert len(named) > 20
 
+    homes: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for source in sources:
+        for owner, base in _CLASS.findall(source):
+            homes[owner].append((base, source))
+
     def exists(owner: str, member: str) -> bool:
-        homes = [(found, source) for source in sources if (found := re.search(_CLASS.format(owner), source, re.M))]
         return any(
-            re.search(rf"\b{member}\b", source) or (found[1] and exists(found[1], member)) for found, source in homes
+            re.search(rf"\b{member}\b", source) or (base and exists(base, member)) for base, source in homes[owner]
         )
 
     assert not {f"{owner}.{member}" for owner, member in named if not exists(owner, member)}

@@ -71,6 +71,7 @@ EQUIVALENT = (
 )
 
 EXEMPT = (
+    Exempt("join_adapted", ("join",), "names the memory of a Linear; nothing waits"),
     Exempt("LoadedAdapters.admit", ("replace",), "a copy of a request"),
     Exempt("_sample", ("replace",), "a copy of parameters"),
     Exempt("LoadedAdapters._put", ("failure",), "see adapter-is-served-once-it-is-there"),

@@ -21,13 +21,14 @@ from proof.mutations.marks import (
     Function,
     Mark,
     below_package,
+    functions_of,
     marks_in,
     modules_in,
     own_lines,
     package_of,
 )
 from proof.mutations.mechanism import applied
-from proof.mutations.sites import LEFT_OUT, functions_of
+from proof.mutations.sites import LEFT_OUT
 from proof.mutations.tables import Mutation
 from sidestream.errors import ConfigError
 from sidestream_kv.config import unknown_name

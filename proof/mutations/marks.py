@@ -13,7 +13,7 @@ import functools
 import io
 import re
 import tokenize
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,11 +100,22 @@ def marks_in(text: str, path: Path, module: str) -> list[Mark]:
     """The marks in one module's text, in source order."""
     lines = text.splitlines()
     tree: ast.Module | None = None
+    statements: dict[int, ast.stmt] = {}
+    around: dict[ast.AST, tuple[str, Function]] = {}
     found = []
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type != tokenize.COMMENT or not (match := _MARK.search(token.string)):
             continue
-        tree = tree or ast.parse(text)
+        if tree is None:
+            tree = ast.parse(text)
+            # The innermost comes last. The lines of `else` and `except` belong to no statement.
+            statements = {line: statement for statement in _statements(tree) for line in own_lines(statement)}
+            around = {
+                node: (name, function)
+                for name, function in functions_of(tree.body)
+                for node in ast.walk(function)
+                if node is not function
+            }
         line = token.start[0]
         place = f"{module}:{line}"
         alone = not lines[line - 1][: token.start[1]].strip()
@@ -112,11 +123,10 @@ def marks_in(text: str, path: Path, module: str) -> list[Mark]:
         for name in names:
             if not _NAME.fullmatch(name):
                 raise InvariantError(f"{token.string!r} at {place}: write `# rule: name` or `# rule: name, other-name`")
-        statement = _statement_below(tree, line) if alone else _statement_on(tree, line)
-        around = _function_around(tree, statement) if statement is not None else None
-        if statement is None or around is None:
+        statement = _statement_below(tree, line) if alone else statements.get(line)
+        if statement is None or statement not in around:
             raise InvariantError(f"{token.string!r} at {place} marks no statement of a function: move it to one")
-        qualname, function = around
+        qualname, function = around[statement]
         found += [Mark(name, path, line, module, qualname, function, statement) for name in names]
     return found
 
@@ -137,16 +147,6 @@ def _statements(tree: ast.AST) -> Iterator[ast.stmt]:
     return (node for node in ast.walk(tree) if isinstance(node, ast.stmt))
 
 
-def _statement_on(tree: ast.Module, line: int) -> ast.stmt | None:
-    """The innermost statement whose own lines include this one. The lines of `else` and `except` belong to no
-    statement.
-    """
-    for statement in reversed([*_statements(tree)]):
-        if line in own_lines(statement):
-            return statement
-    return None
-
-
 def _statement_below(tree: ast.Module, line: int) -> ast.stmt | None:
     """The statement that a comment on its own line marks: the enclosing statement if the comment is inside an
     expression, else the next statement.
@@ -159,14 +159,10 @@ def _statement_below(tree: ast.Module, line: int) -> ast.stmt | None:
     return min((s for s in _statements(tree) if s.lineno > line), key=lambda s: s.lineno, default=None)
 
 
-def _function_around(tree: ast.Module, statement: ast.stmt) -> tuple[str, Function] | None:
-    def search(body: Sequence[ast.stmt], classes: tuple[str, ...]) -> tuple[str, Function] | None:
-        for node in body:
-            if isinstance(node, ast.ClassDef):
-                if found := search(node.body, (*classes, node.name)):
-                    return found
-            elif isinstance(node, Function) and node is not statement and statement in ast.walk(node):
-                return ".".join((*classes, node.name)), node
-        return None
-
-    return search(tree.body, ())
+def functions_of(body: Iterable[ast.stmt], classes: tuple[str, ...] = ()) -> Iterator[tuple[str, Function]]:
+    """The outermost functions of a module, by their names below their classes."""
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            yield from functions_of(node.body, (*classes, node.name))
+        elif isinstance(node, Function):
+            yield ".".join((*classes, node.name)), node

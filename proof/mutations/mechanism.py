@@ -8,7 +8,6 @@ object stays the same, so the change also reaches importers, bound methods and d
 from __future__ import annotations
 
 import ast
-import copy
 import importlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -92,7 +91,7 @@ def _changed_tree(name: str, changes: Sequence[tuple[Mark, Operator]], marks: Ma
     """A copy of the marked function with the changes applied."""
     original = changes[0][0].function
     copies: dict[int, Any] = {}
-    function: Function = copy.deepcopy(original, copies)
+    function: Function = _copied(original, copies)
 
     def place_of(mark: str) -> Place:
         other = marks.get(mark)
@@ -106,6 +105,18 @@ def _changed_tree(name: str, changes: Sequence[tuple[Mark, Operator]], marks: Ma
         except DoesNotFit as error:
             raise InvariantError(f"mutation {name}: {operator} does not fit the mark {mark}: {error}") from None
     return ast.fix_missing_locations(function)
+
+
+def _copied(node: Any, copies: dict[int, Any]) -> Any:
+    """A deep copy of a syntax tree, much faster than `deepcopy`. `copies`: each copy, by the id of its original."""
+    if isinstance(node, list):
+        return [_copied(child, copies) for child in node]
+    if not isinstance(node, ast.AST):
+        return node
+    made = copies[id(node)] = type(node).__new__(type(node))
+    for name, value in vars(node).items():
+        setattr(made, name, _copied(value, copies))
+    return made
 
 
 def _function_of(module: str, qualname: str) -> FunctionType:

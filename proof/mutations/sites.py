@@ -7,12 +7,13 @@ The scan finds too much rather than too little: a row in EXEMPT gives the reason
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from proof.mutations.marks import Function, below_package, modules_in
+from proof.mutations.marks import below_package, functions_of, modules_in
 
 ROOMS = (
     "kv",
@@ -93,8 +94,9 @@ def sites_of(path: Path, text: str) -> list[Site]:
     ]
 
 
+@functools.cache
 def all_sites() -> list[Site]:
-    """The sites of all rooms."""
+    """The sites of all rooms. Read once per process."""
     return [
         site
         for room in ROOMS
@@ -102,15 +104,6 @@ def all_sites() -> list[Site]:
         if not below_package(path).as_posix().startswith(LEFT_OUT)
         for site in sites_of(path, path.read_text(encoding="utf-8"))
     ]
-
-
-def functions_of(body: Iterable[ast.stmt], classes: tuple[str, ...] = ()) -> Iterator[tuple[str, Function]]:
-    """The outermost functions of a module, by their names below their classes."""
-    for node in body:
-        if isinstance(node, ast.ClassDef):
-            yield from functions_of(node.body, (*classes, node.name))
-        elif isinstance(node, Function):
-            yield ".".join((*classes, node.name)), node
 
 
 def _named(node: ast.AST, *, asked: bool) -> Iterator[tuple[int, int, str]]:

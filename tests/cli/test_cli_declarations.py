@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -96,7 +97,8 @@ def test_help_shows_no_type_for_a_flag_and_a_default_in_one_pair_of_brackets() -
         assert not [word for word in ("bool", "[default: (", "[[", "]]") if word in shown.lower()], command.path
 
 
-def test_a_number_that_cannot_be_read_is_named_with_its_option() -> None:
+def test_a_number_that_cannot_be_read_is_named_with_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("typer.testing._get_command", functools.cache(typer.main.get_command))  # built once
     for command in _ALL:
         for name, (kind, _) in command.options().items():
             spelling = f"--{name.replace('_', '-')}"
@@ -138,14 +140,15 @@ def test_lines_of_the_log_that_name_a_field_name_its_option_first() -> None:
     """Lines of the log are also read where the command line is not known: in API processes and the engine's process."""
     configs = (EngineConfig, OffloadConfig, KVEventsConfig, SpeculativeConfig, ServerOptions)
     fields = "|".join(field.name for config in configs for field in dataclasses.fields(config) if "_" in field.name)
-    calls = {f"{log}.{level}" for log in ("log", "logger") for level in ("info", "warning", "error", "critical")}
+    levels = ("info", "warning", "error", "critical")
     bare = re.compile(rf"(?<!in Python )\b({fields})\b(?!\.json)")
     lines = [
         (path.name, text.value)
         for package in (sidestream, sidestream_kv)
         for path in Path(package.__file__).parent.rglob("*.py")
         for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(call, ast.Call) and ast.unparse(call.func) in calls
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in levels
+        if isinstance(call.func.value, ast.Name) and call.func.value.id in ("log", "logger")
         for text in ast.walk(call)
         if isinstance(text, ast.Constant) and isinstance(text.value, str)
     ]

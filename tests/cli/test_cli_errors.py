@@ -95,14 +95,13 @@ except SystemExit as end:
 """
 
 
-@pytest.mark.parametrize("command", [["generate", "--prompt", "x"], ["serve"], ["chat"]])
 @pytest.mark.parametrize(
-    ("model", "offline", "said"),
+    ("command", "model", "offline", "said"),
     [
-        ("smollm2-135m-instuct", "0", "did you mean smollm2-135m-instruct?"),
-        ("/no/such", "0", "there is no such directory"),
-        ("no/such-model", "1", "the hub cannot be reached (HF_HUB_OFFLINE is set)"),
-        ("no/such-model", "0", "the hub cannot be reached (huggingface.co: Name or service not known)"),
+        (["generate", "--prompt", "x"], "smollm2-135m-instuct", "0", "did you mean smollm2-135m-instruct?"),
+        (["serve"], "/no/such", "0", "there is no such directory"),
+        (["chat"], "no/such-model", "1", "the hub cannot be reached (HF_HUB_OFFLINE is set)"),
+        (["serve"], "no/such-model", "0", "the hub cannot be reached (huggingface.co: Name or service not known)"),
     ],
 )
 def test_a_wrong_model_is_refused_quickly(

@@ -109,10 +109,6 @@ def test_a_clean_campaign_ends_with_0_and_its_figures(run: Run, tmp_path: Path) 
     assert told["findings"] == 0
     assert told["schedules_per_minute"] > 0
     assert not list(tmp_path.iterdir())
-    again = figures(run("torture", "--schedules", "16", "--seed", "4", "--json", "--save", tmp_path).stdout)
-    assert {name: told[name] for name in told if "minute" not in name} == {
-        name: again[name] for name in again if "minute" not in name
-    }
 
 
 def test_minutes_bound_the_number_of_schedules(run: Run, tmp_path: Path) -> None:

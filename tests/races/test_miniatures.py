@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
-from pathlib import Path
 
 import pytest
 
@@ -17,13 +15,6 @@ def test_every_hazard_has_a_miniature() -> None:
     hazards = {miniature.hazard for miniature in MINIATURES}
     assert set(HAZARDS) <= hazards
     assert hazards <= set(HAZARDS) | {"P1", "P2", "P5"}
-
-
-def test_every_miniature_is_reenacted_by_a_test_named_after_its_hazard() -> None:
-    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
-    for miniature in MINIATURES:
-        begins = rf'def test_{miniature.hazard.lower()}_\w+\(\) -> None:\n    reenact\("{re.escape(miniature.name)}"'
-        assert re.search(begins, tests), f"no test re-enacts {miniature.name}"
 
 
 def test_each_miniature_has_a_name_of_its_own_a_description_and_a_page_at_most() -> None:

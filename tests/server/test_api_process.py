@@ -37,7 +37,8 @@ class Process:
 
 @contextmanager
 def api_process_of(model: Path) -> Iterator[Process]:
-    info = EngineInfo(VERSION, str(model), "tiny", 64, 64, 16, 100, 4, b"\0" * 16, 0, NEUTRAL, 9.0, 1)
+    silence_s = 10 * WAIT_S  # this engine never answers, and must not count as stalled before a test ends
+    info = EngineInfo(VERSION, str(model), "tiny", 64, 64, 16, 100, 4, b"\0" * 16, 0, NEUTRAL, silence_s, 1)
     line, supervisor = socket.socketpair()
     connection, engine = socket.socketpair()
     engine.sendall(FrameEncoder().encode(Welcome(info)))

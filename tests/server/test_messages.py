@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import anthropic
 import pytest
 
 from proof.fake_backend import FakeBackend, FakeTokenizer, Script
@@ -250,6 +249,8 @@ def test_the_servers_key_may_come_as_x_api_key() -> None:
 
 
 def test_anthropics_client_reads_messages_and_streams() -> None:
+    import anthropic  # a tenth of the time to collect all tests
+
     ask: dict[str, Any] = {"model": "fake", "max_tokens": 1000, "messages": HI, "tools": [TOOL], "thinking": THINK}
     with _answering() as served, anthropic.Anthropic(base_url=served.running.url, api_key="none") as client:
         whole = client.messages.create(**ask)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,9 +15,14 @@ from proof.mutations.sites import Site
 
 def without_a_mutation(sites: Iterable[Site]) -> list[Site]:
     """The sites outside the statements that mutations change."""
+    return [site for site in sites if (site.path, site.line) not in all_changed_lines()]
+
+
+@functools.cache
+def all_changed_lines() -> set[tuple[Path, int]]:
+    """The lines that some mutation changes."""
     mutations = (*MUTATIONS, *(equivalent.mutation for equivalent in EQUIVALENT))
-    changed = set[tuple[Path, int]]().union(*map(changed_lines, mutations))
-    return [site for site in sites if (site.path, site.line) not in changed]
+    return set[tuple[Path, int]]().union(*map(changed_lines, mutations))
 
 
 def changed_lines(mutation: Mutation) -> set[tuple[Path, int]]:

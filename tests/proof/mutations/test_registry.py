@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 from types import CodeType
 from typing import get_args
@@ -108,9 +109,9 @@ def test_each_equivalent_has_a_reason_and_the_test_that_it_names_exists() -> Non
         if equivalent.noticed_by:
             file, name = equivalent.noticed_by.split("::")
             if file not in names:
-                tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
-                kinds = ast.FunctionDef | ast.ClassDef
-                names[file] = _assigned(tree) | {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
+                text = (TESTS / file).read_text(encoding="utf-8")
+                # State machines give a name to their test case.
+                names[file] = set(re.findall(r"^\s*(?:def |class |(?=\w+ = ))(\w+)", text, re.MULTILINE))
             assert name in names[file], equivalent.noticed_by
 
 
@@ -124,14 +125,3 @@ def test_changes_of_one_mutation_come_in_their_order() -> None:
     first, second = Change("a", Always()), Change("b", Delete())
     assert Mutation(name="a", hazard="H1", change=Always(), consequence="i", also=(second,)).changes == (first, second)
     assert Mutation(name="n", hazard="H1", at="a", change=Always(), consequence="i").changes == (first,)
-
-
-def _assigned(tree: ast.Module) -> set[str]:
-    """Names that a module gives to something, as state machines do to their test case."""
-    return {
-        name.id
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        for name in node.targets
-        if isinstance(name, ast.Name)
-    }

@@ -57,12 +57,16 @@ def doctored(
     function: Callable[..., object], line: str, operator: Operator
 ) -> Callable[[], AbstractContextManager[None]]:
     """Makes contexts in which the statement on this line of a function is changed."""
-    path, text = Path(inspect.getfile(function)), inspect.getsource(function)
-    assert text.count(line) == 1
-    marked = path.read_text(encoding="utf-8").replace(text, text.replace(line, f"{line}  # rule: doctored"))
-    marks = {mark.name: mark for mark in marks_in(marked, path, function.__module__)}
-    mutation = Mutation(name="doctored", hazard="H1", change=operator, consequence="whatever the test says")
-    return functools.partial(applied, mutation, marks)
+
+    def context() -> AbstractContextManager[None]:
+        path, text = Path(inspect.getfile(function)), inspect.getsource(function)
+        assert text.count(line) == 1
+        marked = path.read_text(encoding="utf-8").replace(text, text.replace(line, f"{line}  # rule: doctored"))
+        marks = {mark.name: mark for mark in marks_in(marked, path, function.__module__)}
+        mutation = Mutation(name="doctored", hazard="H1", change=operator, consequence="whatever the test says")
+        return applied(mutation, marks)
+
+    return context
 
 
 def without(rule: str) -> Callable[[], AbstractContextManager[None]]:

@@ -102,5 +102,4 @@ def test_two_processes_give_the_results_of_one() -> None:
 
 
 def test_another_seed_is_another_campaign() -> None:
-    assert said(torture(schedules=8, seed=1)) == said(torture(schedules=8, seed=1))
     assert said(torture(schedules=8, seed=1)) != said(torture(schedules=8, seed=2))
