@@ -603,6 +603,17 @@ def disk_ttft(
 
 
 @_command()
+def disaggregated(
+    device: GpuDevice = CUDA,
+    shape: Shape = "qwen3-8b",
+    prompts: Annotated[int, count("--prompts", "Long prompts in each phase.")] = 10,
+    interval_s: Annotated[float, option("--interval-s", "S", "Mean time between two long prompts.")] = 0.7,
+) -> Report:
+    """Gaps and TTFT while long prompts arrive, computed on a second GPU, beside one engine that does both."""
+    return _random(shape, bounded=False)
+
+
+@_command()
 def throughput(device: GpuDevice = CUDA, shape: Shape = "qwen3-8b") -> Report:
     """Tokens per second with offload, divided by tokens per second without offload: for requests that reuse no KV, and
     for conversations whose KV is four times the size of the device's pool.

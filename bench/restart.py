@@ -38,7 +38,7 @@ def measure(model: str, *, prompt_tokens: int, rounds: int, on_progress: Callabl
     prompts = [ids[start : start + prompt_tokens] for start in range(rounds)]
     # The device holds one and a half prompts, so each prompt evicts the start of the previous prompt.
     kv_memory = prompt_tokens * 3 // 2 * kv_token_bytes(path)
-    with tempfile.TemporaryDirectory(prefix="sidestream-restart-") as directory, _cache_process(directory) as socket:
+    with tempfile.TemporaryDirectory(prefix="sidestream-restart-") as directory, cache_process(directory) as socket:
         options = {"device": CPU, "kv_memory": kv_memory, "offload": {"host": "2GiB", "shared_memory": socket}}
         with ChildEngine(path, options) as running:
             cold = run_each(running, prompts, lambda number: on_progress(f"cold {number} of {rounds}"))
@@ -71,10 +71,10 @@ def measure(model: str, *, prompt_tokens: int, rounds: int, on_progress: Callabl
 
 
 @contextlib.contextmanager
-def _cache_process(directory: str) -> Iterator[str]:
-    """A cache process; its socket."""
+def cache_process(directory: str, memory: str = "2GiB") -> Iterator[str]:
+    """A cache process with so much memory; its socket."""
     socket = Path(directory) / "cache"
-    command = [sys.executable, "-m", "sidestream", "cache", "serve", "--socket", str(socket), "--host-memory", "2GiB"]
+    command = [sys.executable, "-m", "sidestream", "cache", "serve", "--socket", str(socket), "--host-memory", memory]
     with subprocess.Popen([*command, "--log-level", "warning"]) as process:
         try:
             until = time.monotonic() + _START_S

@@ -28,6 +28,7 @@ COMMANDS = {
     "hybrid-engine": "--shape tiny-hybrid",
     "windows": "--shape tiny-windows",
     "disk-ttft": "--shape tiny --rounds 1",
+    "disaggregated": "--shape tiny --prompts 2 --interval-s 0.05",
     "throughput": "--shape tiny",
     "self-check": "--rounds 1",
     "ranks": "--shape tiny-two-heads",
@@ -45,6 +46,7 @@ FIGURES = {
     "hybrid_speculative_idle_share",
     "windows": "windows_ttft_host_over_all_layers_128 windows_loaded_share_128",
     "self-check": "self_check_overhead self_check_step_ratio self_check_disagreements",
+    "disaggregated": "disaggregated_gap_p99_over_alone disaggregated_ttft_over_one_engine one_engine_gap_max_ms",
     "disk-ttft": "disk_ttft_over_floor ttft_disk_ms_128 ttft_cold_ms_128 disk_read_gb_s",
     "throughput": "throughput_no_reuse throughput_working_set_4x",
     "ranks": "tp2_over_tp1_decode_b1 tp2_over_tp1_ttft_cold_32 tp2_over_tp1_ttft_host_128 tp2_over_tp1_load_gb_s "
