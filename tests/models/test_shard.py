@@ -112,7 +112,10 @@ def logits(module: Any) -> torch.Tensor:
         return module(input_ids=TOKENS[None], use_cache=False).logits[0].log_softmax(-1)
 
 
-@pytest.mark.parametrize("family", [*HYBRIDS, "gpt_oss", "nemotron", "granitemoeshared", "phimoe"])
+DIVIDED = [family for family in sorted(HYBRIDS) if family != "minimax"]  # one rank only
+
+
+@pytest.mark.parametrize("family", [*DIVIDED, "gpt_oss", "nemotron", "granitemoeshared", "phimoe"])
 def test_layers_that_transformers_plans_leave_whole_are_divided(family: str, tmp_path: Path) -> None:
     changes = FOUR_WAYS | ({"linear_num_key_heads": 4} if "qwen" in family else {})
     directory = tiny_model_dir(family, tmp_path / family, 0, **changes)
