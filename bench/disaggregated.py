@@ -4,7 +4,7 @@ that does both. While requests decode, long prompts arrive at random moments; th
 alone           gaps between tokens of the decoding requests before any long prompt arrives
 one engine      the engine that decodes also computes the long prompts
 disaggregated   an engine in another process, on the second GPU, computes the long prompts one after another; the engine
-                that decodes notices the KV of each and loads it. TTFT counts from the arrival
+                that decodes loads the KV of each. TTFT counts from the arrival
 """
 
 from __future__ import annotations
@@ -121,7 +121,6 @@ def _ask(rig: ModelRig, prompt: list[int], at_s: float, turn: threading.Lock | N
         with turn:
             prefill.send(prompt)
             prefill.recv()
-        _wait_until_found(rig, prompt)
     answer = rig.ask(prompt, _OUTPUTS).wait()
     expected = 0 if turn is None else len(prompt) - 1
     if answer.cached.total != expected:
@@ -129,16 +128,6 @@ def _ask(rig: ModelRig, prompt: list[int], at_s: float, turn: threading.Lock | N
             f"{answer.cached}, where {expected} tokens were expected: the figures would be meaningless"
         )
     return answer.times[0] - at_s
-
-
-def _wait_until_found(rig: ModelRig, prompt: list[int]) -> None:
-    """Wait until the engine that decodes has noticed the KV: its offload worker looks from time to time."""
-    tiers, keys, until_s = rig.parts.tiers, rig.parts.scheduler.keys_of(prompt), time.monotonic() + _PATIENCE_S
-    assert tiers is not None
-    while len(tiers.locate(keys)) < len(keys):
-        if time.monotonic() > until_s:
-            raise SidestreamError(f"the KV of a prompt was not found within {_PATIENCE_S:g} s")
-        time.sleep(0.001)
 
 
 @contextlib.contextmanager

@@ -147,6 +147,12 @@ EQUIVALENT = (
         _ENGINE + "running_engines_find_each_others_blocks",
     ),
     _noticed(
+        "question-looks-at-shared-memory",
+        "H26",
+        "a request computes what another engine stored a moment ago",
+        _ENGINE + "a_request_finds_what_another_engine_stored_a_moment_ago",
+    ),
+    _noticed(
         "shared-memory-is-of-one-model",
         "H8",
         "engines with other weights load each other's blocks",

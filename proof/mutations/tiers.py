@@ -508,6 +508,7 @@ EXEMPT = (
     Exempt("Inspection._read_all", ("share", "release"), "a block that is overwritten meanwhile counts as damaged"),
     Exempt("clear", ("remove", "remove", "remove"), "what a command is for"),
     Exempt("OffloadWorker._turn", ("poll",), "see entries-of-other-processes-are-found"),
+    Exempt("Refresh.at_once", ("poll",), "see question-looks-at-shared-memory"),
     Exempt("BlockStore.take_finished", ("poll",), "see entries-of-other-processes-are-found"),
     Exempt("SharedStore.lookup", ("poll",), "see entries-of-other-processes-are-found"),
     Exempt("TierIndex.publish", ("_end",), "see grant-ends"),

@@ -67,6 +67,14 @@ def test_running_engines_find_each_others_blocks(memory: Path) -> None:
         assert host_tokens(found) == REUSABLE
 
 
+def test_a_request_finds_what_another_engine_stored_a_moment_ago(memory: Path) -> None:
+    with serving(slots=24, shared_memory=memory) as one, serving(slots=24, shared_memory=memory) as other:
+        other.ask(PROMPT[:3])  # has looked at the memory, and looks again by itself in 0.2 s
+        one.ask(PROMPT)
+        one.settle()
+        assert host_tokens(other.ask(PROMPT)) == REUSABLE
+
+
 def test_engines_that_evict_each_others_blocks_answer_as_without(memory: Path) -> None:
     asked = prompts(7, 24, longest=40, shared=24)
     with (

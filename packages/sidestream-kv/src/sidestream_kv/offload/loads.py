@@ -47,6 +47,7 @@ from sidestream_kv.offload.tickets import (
     WorkerEvent,
 )
 from sidestream_kv.offload.tiers.base import SharedTier
+from sidestream_kv.offload.tiers.shared_pool import SharedPool
 from sidestream_kv.offload.tiers.stack import BlockMemory, Checksums, TierStack
 from sidestream_kv.types import HOST, FindPlan, Key, LoadPlan, PromotePlan, RequestId
 
@@ -539,7 +540,8 @@ class TierWaits:
     def __init__(self, tiers: TierStack, costs: CostModel, metrics: Metrics) -> None:
         self._tiers = tiers
         self._costs = costs
-        self._has_shared = any(isinstance(tier, SharedTier) for tier in tiers.persistent.values())
+        shared = any(isinstance(tier, SharedTier) for tier in tiers.persistent.values())
+        self._has_shared = shared or isinstance(tiers.host.pool, SharedPool)
         self._balances = {name: TierBalance(name, metrics) for name in tiers.persistent}
         self._waits: dict[tuple[RequestId, int], list[_Wait]] = {}
 

@@ -193,6 +193,7 @@ class OffloadWorker:
         self._promotions.submit([plan for _, plan in plans if isinstance(plan, PromotePlan)], command.generation)
         for job_id, plan in plans:
             if isinstance(plan, FindPlan):
+                self._refresh.at_once()  # rule: question-looks-at-shared-memory
                 self._finds.submit(plan)
             elif isinstance(plan, StorePlan):
                 self._stores.submit(

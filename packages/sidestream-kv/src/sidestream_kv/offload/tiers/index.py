@@ -421,6 +421,12 @@ class Refresh:
         self.due_s = float("inf") if self._refresh is None else clock()
         """The time of the next call."""
 
+    def at_once(self) -> None:
+        """Call `refresh` now, if the tier has it."""
+        if self._refresh is not None:
+            self.due_s = self._clock()
+            self.poll()
+
     def poll(self) -> None:
         """Call `refresh`, if it is time."""
         start_s = self._clock()
