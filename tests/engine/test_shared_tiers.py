@@ -278,8 +278,11 @@ def test_a_store_is_left_alone_after_a_failure(store: MemoryStore, monkeypatch: 
         assert rig.counted("transfers_total", "redis-read", "failed") == 7
 
 
-def test_an_entry_that_is_about_to_be_deleted_is_not_found(store: MemoryStore) -> None:
-    """Its read has failed, so the next write deletes it; until then, the store still has it."""
+@pytest.mark.parametrize("is_read", [False, True])
+def test_an_entry_that_is_about_to_be_deleted_is_not_found(is_read: bool, store: MemoryStore) -> None:
+    """A read of it has failed, so the next write deletes it, or the end of another read; until then, the store still
+    has it.
+    """
     fill(store)
     with serving(slots=24, store=store) as rig:
         assert rig.engine.parts.tiers is not None
@@ -287,9 +290,11 @@ def test_an_entry_that_is_about_to_be_deleted_is_not_found(store: MemoryStore) -
         assert isinstance(tier, StoreTier)
         entry, *others = tier.find(rig.engine.parts.scheduler.keys_of(PROMPT, salt="")[: REUSABLE // 4])
         tier.index.learn([entry])
+        lease = tier.index.pin([entry.key] if is_read else [])
         tier.index.forget(entry)
         rig.ask(PROMPT)
         rig.settle()
+        lease.release()
         assert rig.counted("transfers_total", "redis-find", "done") == 1
         assert entry not in list(tier.index.entries)
         assert {*others} <= {*tier.index.entries}

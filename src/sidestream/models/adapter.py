@@ -335,9 +335,10 @@ def paged_attention_hook(
     window = attention_window(module, sliding_window) or 0
     checked = paged_batch.windows[module.layer_idx] if paged_batch.windows else 0
     if checked and (type(window) is not type(checked) or not 0 < window <= checked):
+        said = f"a sliding window of {window} tokens" if window else "no sliding window"
         raise ModelError(
-            f"layer {module.layer_idx} attends with a sliding window of {window} tokens, but was checked with one of "
-            f"{checked}, and KV before that may be missing"
+            f"layer {module.layer_idx} attends with {said}, but was checked with one of {checked}, and KV before that "
+            "may be missing"
         )
     batch = paged_batch.batch
     pool = batch.layer(module.layer_idx)
