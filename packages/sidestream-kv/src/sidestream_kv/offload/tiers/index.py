@@ -407,8 +407,8 @@ class TierIndex:
 
 
 def is_leaving(index: TierIndex, entry: Entry) -> bool:
-    """Whether an entry waits for its deletion, or is being deleted by a write. Looks at each of those that wait. True for
-    entries that are being read, too: those that were not dropped are known, and those that were wait for their readers.
+    """Whether an entry waits for its deletion, or is being deleted by a write. Looks at each of those that wait. True
+    for entries that are being read, too: those that were not dropped are known, the others wait for their readers.
     """
     # rule: entry-that-leaves-is-not-found
     return entry in index._pins or entry in index._doomed or entry in index._victims.values()
