@@ -27,7 +27,7 @@ NEEDS_STORE = pytest.mark.skipif(ValkeyServer.why_none() is not None, reason=str
 
 def crashed(*arguments: object) -> list[Any]:
     command = [sys.executable, "-c", RUN, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     found: list[Any] = json.loads(done.stdout)
     return found
@@ -44,7 +44,7 @@ def test_killed_engines_leave_no_wrong_block_and_no_lease() -> None:
     assert verified > 20
 
 
-@pytest.mark.slow  # up to 300 kills with each of these rules removed
+@pytest.mark.slow  # up to 900 kills with each of these rules removed, usually some 100
 @NEEDS_STORE
 @pytest.mark.parametrize(
     ("rule", "kinds"),
@@ -57,5 +57,5 @@ def test_killed_engines_leave_no_wrong_block_and_no_lease() -> None:
     ],
 )
 def test_a_missing_rule_is_noticed_by_killing_processes(rule: str, kinds: set[str]) -> None:
-    _, findings, _, texts, _, _ = crashed(300, 20, rule)
+    _, findings, _, texts, _, _ = crashed(900, 20, rule)  # ends at the first finding
     assert kinds & {kind for kind, count in findings.items() if count}, texts
