@@ -607,7 +607,9 @@ def disaggregated(
     device: GpuDevice = CUDA,
     shape: Shape = "qwen3-8b",
     prompts: Annotated[int, count("--prompts", "Long prompts in each phase.")] = 10,
-    interval_s: Annotated[float, option("--interval-s", "S", "Mean time between two long prompts.")] = 0.7,
+    interval_s: Annotated[
+        float, option("--interval-s", "S", "Mean time between two long prompts.", parse=number)
+    ] = 0.7,
 ) -> Report:
     """Gaps and TTFT while long prompts arrive, computed on a second GPU, beside one engine that does both."""
     return _random(shape, bounded=False)
