@@ -312,7 +312,7 @@ def test_blocks_without_room_are_stored_in_order_at_later_steps_and_at_the_end()
 
 
 def test_states_are_stored_when_they_are_handed_over_and_with_their_own_tokens() -> None:
-    rig = Rig(FULL, STATES, most_held=0)  # nobody hands a state over twice, so room does not matter
+    rig = Rig(FULL, STATES, most_held=0)  # each state is handed over once, so room for waiting ones does not matter
     request = rig.request(15)
     rig.planner.match(request, 0)
     full, states = rig.blocks(4), rig.blocks(4)

@@ -44,7 +44,7 @@ def test_killed_engines_leave_no_wrong_block_and_no_lease() -> None:
     assert verified > 20
 
 
-@pytest.mark.slow  # up to 900 kills with each of these rules removed, usually some 100
+@pytest.mark.slow  # up to 900 kills with each of these rules removed
 @NEEDS_STORE
 @pytest.mark.parametrize(
     ("rule", "kinds"),
