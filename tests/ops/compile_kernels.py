@@ -94,6 +94,12 @@ for kv_heads, size, value_size, width in ((8, 128, 128, 1024), (1, 512, 64, 512)
         KV_HEADS=kv_heads, OUT_WIDTH=4096, HEAD_DIM=size, VALUE_DIM=value_size, BLOCK_TOKENS=16, WIDTH=width,
         OVERLAP=True,
     )  # fmt: skip
+for size, normed in ((128, True), (80, False)):
+    compiled(
+        attention.rotate_and_write, *[BF16] * 8, LONG, BF16, BF16, LONG, "i32", "i32", "fp32", *["i32"] * 12,
+        warps=2, NORMED=normed, KV_HEADS=8, GROUP=4, HALF=size // 2, PADDED_HALF=64, BLOCK_TOKENS=16, LINES=16,
+        OVERLAP=True,
+    )  # fmt: skip
 for split, wide, lines, keys, warps in ((0, 0, 128, 64, 8), (256, 256, 16, 32, 2), (256, 512, 64, 32, 4)):
     compiled(
         attention.attend, *[BF16] * 4, *[FLOAT] * 4, INT, LONG, LONG, *["i32"] * 5, "fp32", "fp32", *["i32"] * 7,

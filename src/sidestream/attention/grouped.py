@@ -13,6 +13,7 @@ import torch
 
 from sidestream.attention.interface import AttentionBackend, AttentionBatch, BatchRows, KVShape
 from sidestream.attention.latent import LatentHeads
+from sidestream.attention.rotary import Rotary
 
 
 class GroupedBatch:
@@ -63,11 +64,13 @@ class GroupedBatch:
         sinks: torch.Tensor | None = None,
         slopes: torch.Tensor | None = None,
         latent: LatentHeads | None = None,
+        rotary: Rotary | None = None,
     ) -> torch.Tensor:
         batch, index = self.of_layer(layer)
         return batch.attend(
             query, key, value, index,
             scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks, slopes=slopes, latent=latent,
+            rotary=rotary,
         )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from sidestream.attention.latent import LatentHeads
+from sidestream.attention.rotary import Rotary
 
 
 def ungated(layer: int) -> None:
@@ -81,6 +82,7 @@ class Attended(Protocol):
         sinks: torch.Tensor | None = None,
         slopes: torch.Tensor | None = None,
         latent: LatentHeads | None = None,
+        rotary: Rotary | None = None,
     ) -> torch.Tensor:
         """Write the batch's keys and values into the pool, then attend; returns `[T, heads, head_dim]`.
 
@@ -93,6 +95,7 @@ class Attended(Protocol):
 
         latent   matrices of a layer with latent attention: `key` is then each token's latent [T, 1, latent_dim] and
                  `value` the rotated part of its key [T, 1, rotated_dim]; the result is `[T, heads, value_dim]`
+        rotary   what is applied to `query` and `key` first; None: they are normalised and rotated
         """
         ...
 

@@ -16,6 +16,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from sidestream.attention.interface import AttentionSpec, BatchRows, KVShape, ungated
 from sidestream.attention.latent import LatentHeads
+from sidestream.attention.rotary import Rotary
 from sidestream.errors import InvariantError
 from sidestream_kv.device.kinds import on_host
 from sidestream_kv.kv.layout import window_start
@@ -131,7 +132,10 @@ class PagedBatch:
         sinks: torch.Tensor | None = None,
         slopes: torch.Tensor | None = None,
         latent: LatentHeads | None = None,
+        rotary: Rotary | None = None,
     ) -> torch.Tensor:
+        if rotary is not None:
+            query, key = rotary.apply(query, key)
         return paged_attention(
             query, key, value, layer, self,
             scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks, slopes=slopes, latent=latent,

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from sidestream.attention.interface import Attended
 from sidestream.attention.latent import LatentHeads
+from sidestream.attention.rotary import Rotary
 from sidestream.errors import InvariantError
 
 
@@ -134,10 +135,11 @@ class DividedBatch:
         sinks: torch.Tensor | None = None,
         slopes: torch.Tensor | None = None,
         latent: LatentHeads | None = None,
+        rotary: Rotary | None = None,
     ) -> torch.Tensor:
         place = self.places[layer]
-        if latent is not None:
-            raise InvariantError(f"layer {layer} has latents, which cannot be divided")
+        if latent is not None or rotary is not None:
+            raise InvariantError(f"layer {layer} has latents or heads before their rotary embedding: not for divided heads")
         shares = [
             (None,) * place.count if of_heads is None else of_heads.view(place.count, -1).unbind()
             for of_heads in (sinks, slopes)

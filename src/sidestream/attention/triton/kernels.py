@@ -84,6 +84,115 @@ def write(
 
 
 @triton.jit
+def _rounded(values, like):
+    """Float32 values, rounded to the dtype of `like`."""
+    return values.to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _rotated(heads, cosines, sines, norm, eps, dims, mask, NORMED: tl.constexpr, HALF: tl.constexpr):
+    """Both halves of heads `[LINES, PADDED_HALF]`, normalised and rotated, in float32."""
+    low = tl.load(heads, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(heads + HALF, mask=mask, other=0.0).to(tl.float32)
+    if NORMED:
+        squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
+        scale = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+        low_weight = tl.load(norm + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
+        high_weight = tl.load(norm + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
+        low = _rounded(low_weight * _rounded(low * scale, norm), norm)
+        high = _rounded(high_weight * _rounded(high * scale, norm), norm)
+    cosine = tl.load(cosines, mask=mask, other=0.0).to(tl.float32)
+    sine = tl.load(sines, mask=mask, other=0.0).to(tl.float32)
+    return (
+        _rounded(low * cosine, norm) - _rounded(high * sine, norm),
+        _rounded(high * cosine, norm) + _rounded(low * sine, norm),
+    )
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "tokens"],
+    do_not_specialize_on_alignment=["slot_mapping", "cu_seqlens_q"],
+)
+def rotate_and_write(
+    query,
+    key,
+    value,
+    cos,
+    sin,
+    query_norm,
+    key_norm,
+    pool,
+    slot_mapping,
+    rotated,
+    out,
+    cu_seqlens_q,
+    num_rows,
+    tokens,
+    eps,
+    query_token_stride,
+    query_head_stride,
+    key_token_stride,
+    key_head_stride,
+    value_token_stride,
+    value_head_stride,
+    cos_stride,
+    sin_stride,
+    block_stride,
+    half_stride,
+    offset_stride,
+    head_stride,
+    NORMED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HALF: tl.constexpr,
+    PADDED_HALF: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    LINES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Normalises and rotates queries and keys; writes the queries to `rotated`, and keys and values to the slots of
+    their tokens, unless a slot is negative. For padding after the last row, sets the output to zero.
+
+    A line is one head of one token. Grid (tiles of the lines of KV_HEADS heads, GROUP parts of the query heads, then
+    keys, then values).
+    """
+    if OVERLAP:
+        gdc_launch_dependents()
+    line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
+    token, head = line // KV_HEADS, line % KV_HEADS
+    dims = tl.arange(0, PADDED_HALF)
+    mask = (token < tokens)[:, None] & (dims < HALF)[None, :]
+    part = tl.program_id(1)
+    cosines = cos + (token * cos_stride)[:, None] + dims[None, :]
+    sines = sin + (token * sin_stride)[:, None] + dims[None, :]
+    if part < GROUP:
+        head += part * KV_HEADS
+        heads = query + (token * query_token_stride + head * query_head_stride)[:, None] + dims[None, :]
+        low, high = _rotated(heads, cosines, sines, query_norm, eps, dims, mask, NORMED, HALF)
+        offsets = ((token * (GROUP * KV_HEADS) + head) * (2 * HALF))[:, None] + dims[None, :]
+        tl.store(rotated + offsets, low.to(rotated.dtype.element_ty), mask=mask)
+        tl.store(rotated + offsets + HALF, high.to(rotated.dtype.element_ty), mask=mask)
+        padding = mask & (token >= tl.load(cu_seqlens_q + num_rows))[:, None]
+        zeros = tl.zeros([LINES, PADDED_HALF], out.dtype.element_ty)
+        tl.store(out + offsets, zeros, mask=padding)
+        tl.store(out + offsets + HALF, zeros, mask=padding)
+    else:
+        slot = tl.load(slot_mapping + token, mask=token < tokens, other=-1).to(tl.int64)
+        written = mask & (slot >= 0)[:, None]
+        place = slot // BLOCK_TOKENS * block_stride + slot % BLOCK_TOKENS * offset_stride + head * head_stride
+        places = pool + place[:, None] + dims[None, :]
+        if part == GROUP:
+            heads = key + (token * key_token_stride + head * key_head_stride)[:, None] + dims[None, :]
+            low, high = _rotated(heads, cosines, sines, key_norm, eps, dims, written, NORMED, HALF)
+            tl.store(places, low.to(pool.dtype.element_ty), mask=written)
+            tl.store(places + HALF, high.to(pool.dtype.element_ty), mask=written)
+        else:
+            heads = value + (token * value_token_stride + head * value_head_stride)[:, None] + dims[None, :]
+            tl.store(places + half_stride, tl.load(heads, mask=written), mask=written)
+            tl.store(places + half_stride + HALF, tl.load(heads + HALF, mask=written), mask=written)
+
+
+@triton.jit
 def _row_of_tile(tile, cu_seqlens_q, first_row, num_rows, TILE_TOKENS: tl.constexpr):
     """The row of a tile of queries, and the tile's number in the row.
 

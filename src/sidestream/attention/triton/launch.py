@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sidestream.attention.latent import LatentHeads
+from sidestream.attention.rotary import Rotary
 from sidestream.attention.triton.batch import BatchLocation
 from sidestream.attention.triton.workspace import LONG_TOKENS, ContiguousKV, SplitKVWorkspace, Tile, Tiles
 from sidestream.errors import ConfigError, InvariantError
@@ -30,6 +31,9 @@ _LATENT_GROUP = 64
 # Number of programs that share the splits: four on each of an H100's 132 multiprocessors, the most that can run at
 # once. The number does not change results.
 _PROGRAMS = 528
+
+# Elements of each half of the heads that one program rotates, or copies to the pool, and its warps.
+_ROTATED, _ROTATING_WARPS = 1024, 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,10 +56,11 @@ class DeviceBatch(BatchLocation):
         sinks: torch.Tensor | None = None,
         slopes: torch.Tensor | None = None,
         latent: LatentHeads | None = None,
+        rotary: Rotary | None = None,
     ) -> torch.Tensor:
         attended = paged_attention(
             query if latent is None else latent.absorb(query), key, value, layer, self,
-            scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks, slopes=slopes,
+            scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks, slopes=slopes, rotary=rotary,
         )  # fmt: skip
         return attended if latent is None else latent.project(attended)
 
@@ -72,6 +77,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
+    rotary: Rotary | None = None,
 ) -> torch.Tensor:
     """Write the batch's keys and values into the pool, then attend; returns `[T, heads, head_dim]`, contiguous, zeros
     for padding.
@@ -100,7 +106,10 @@ def paged_attention(
     rows = len(batch.kv_lens)
     tiles = batch.tiles or Tiles.default(head_dim, query.dtype)
     out = torch.empty(tokens, heads, head_dim, dtype=query.dtype, device=query.device)
-    write(key, value, layer, batch, out=out)
+    if rotary is None:
+        write(key, value, layer, batch, out=out)
+    else:
+        query = rotate_and_write(query, key, value, rotary, layer, batch, out=out)
 
     cap_scale, exponent = _factors(scale, softcap)
     plain = sliding_window is None and softcap is None and slopes is None
@@ -233,6 +242,46 @@ def write(key: torch.Tensor, value: torch.Tensor, layer: int, batch: BatchLocati
         BLOCK_TOKENS=block_tokens, WIDTH=_power_of_two(kv_heads * max(head_dim, value_dim)),
         OVERLAP=_overlap(out.device).on,
     )  # fmt: skip
+
+
+def rotate_and_write(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rotary: Rotary,
+    layer: int,
+    batch: BatchLocation,
+    *,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Like `write`, after the norms and the rotary embedding; returns the queries after them, `[T, heads, head_dim]`.
+    `out` has the same shape.
+
+    Rounds where transformers' separate operations round, so results differ from theirs only by the order in which a
+    norm adds its squares. Hence no fused multiply-add, which would leave out a rounding.
+    """
+    pool, (tokens, heads, head_dim) = batch.layer(layer), query.shape
+    if not rotary.cos.shape == rotary.sin.shape == (tokens, head_dim) or rotary.cos.dtype != query.dtype:
+        raise InvariantError(
+            f"rotary embeddings {tuple(rotary.cos.shape)} in {rotary.cos.dtype} for {tokens} tokens, heads of "
+            f"{head_dim} in {query.dtype}: equal numbers and dtypes expected"
+        )
+    kv_heads, half = pool.shape[3], head_dim // 2
+    padded_half = _power_of_two(half)
+    lines = _ROTATED // padded_half
+    rotated = torch.empty(tokens, heads, head_dim, dtype=query.dtype, device=query.device)
+    query_norm, key_norm = rotary.norms or (query, key)
+    batch.before_layer(layer)
+    _kernels().rotate_and_write[(-(-tokens * kv_heads // lines), heads // kv_heads + 2)](
+        query, key, value, rotary.cos, rotary.sin, query_norm, key_norm, pool, batch.slot_mapping, rotated, out,
+        batch.cu_seqlens_q, len(batch.kv_lens), tokens, rotary.eps,
+        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], rotary.cos.stride(0), rotary.sin.stride(0),
+        *pool.stride()[:4],
+        NORMED=rotary.norms is not None, KV_HEADS=kv_heads, GROUP=heads // kv_heads, HALF=half, PADDED_HALF=padded_half,
+        BLOCK_TOKENS=pool.shape[2], LINES=lines, OVERLAP=_overlap(out.device).on, num_warps=_ROTATING_WARPS,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return rotated
 
 
 class _Heads(NamedTuple):
