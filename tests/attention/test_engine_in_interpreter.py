@@ -18,6 +18,7 @@ from sidestream.attention.triton import DeviceBatch, SplitKVWorkspace, TritonAtt
 from sidestream.engine import rank_parts
 from sidestream.engine.parts import Parts
 from sidestream.engine.warm_up import WarmUpSteps
+from sidestream.models.rotary import RotatingAttention, rotate_in_attention
 from sidestream.ops import Ops, TorchOps
 from sidestream.ops.registry import select_ops
 from sidestream.runner.executor import Executor
@@ -142,14 +143,19 @@ def test_answers_equal_the_reference_uncached_and_from_device_and_host(model: Pa
         assert batch.short_queries >= max(lengths[batch.split_rows : batch.rows_in_splits], default=0)
 
 
-@pytest.mark.parametrize("model", ["qwen3", "minicpm3"], indirect=True)
+@pytest.mark.parametrize("model", ["qwen3", "llama", "minicpm3"], indirect=True)
 def test_captured_forward_passes_give_the_same_answers_as_eager_ones(model: Path, batches: list[DeviceBatch]) -> None:
+    """Captured ones rotate in their attention, as compiled layers do."""
     prompts = [*PROMPTS[1:], PROMPTS[0][:20]]
     options = {"chunk_tokens": 16, "token_budget": 20, "offload": OffloadConfig(host="1MiB"), "check_order": True}
     with engine(model, **options) as llm:
         expected = [output.token_ids for output in llm.generate(prompts, GREEDY)]
     with engine(model, **options) as llm:
         executor = llm.engine.parts.executor
+        module = executor._model.module
+        rotate_in_attention(module, module)
+        rotating = sum(isinstance(part, RotatingAttention) for part in module.modules())
+        assert rotating == (0 if module.config.model_type == "minicpm3" else 2)
         llm.engine.call(lambda: executor.capture([GraphKey(4), GraphKey(0, 16), GraphKey(4, 16), GraphKey(4, 20)]))
         graphs = executor._graphs
         assert graphs is not None
@@ -268,6 +274,12 @@ def test_drafting_steps_of_a_gpu_give_the_same_tokens_eager_and_captured(
         assert [output.token_ids for output in llm.generate(prompts, params)] == expected
         assert max(batch.split_queries for batch in batches) == 3
         llm.engine.call(llm.engine.parts.blocks.forget_all)
+        served = executor._model.module
+        proposing = executor._proposer
+        rotate_in_attention(served, served)
+        drafter = proposing.head if proposer == "mtp" else proposing.model.module
+        rotate_in_attention(drafter, served if proposer == "mtp" else drafter)
+        assert sum(isinstance(part, RotatingAttention) for part in drafter.modules()) == 1
         llm.engine.call(
             lambda: executor.capture(
                 [GraphKey(2, 0, 2), GraphKey(2, 0, 2, 1), GraphKey(2), GraphKey(0, 16), GraphKey(2, 20, 2)]

@@ -80,7 +80,7 @@ def counting(graphs: list[int]) -> Callable[..., Any]:
 
 
 # stablelm: its layers keep their arguments from their attention, so they are compiled with the batch.
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "stablelm", "minicpm3"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "granite_swa", "stablelm", "minicpm3"])
 def test_compiled_layers_give_equal_results_with_one_product_per_input(family: str, tmp_path: Path) -> None:
     model = loaded(tmp_path, family)
     expected = logits(model)
@@ -352,7 +352,7 @@ def test_an_engine_captures_graphs_with_some_uncompiled_layers(
     }
 
 
-@pytest.mark.parametrize("family", ["gemma2", "glm4_moe", "phi3"])
+@pytest.mark.parametrize("family", ["gemma2", "glm4_moe", "granite_swa", "phi3"])
 def test_a_first_call_with_one_token_is_compiled_for_any_number_of_tokens(family: str, tmp_path: Path) -> None:
     graphs: list[int] = []
     model = loaded(tmp_path, family)

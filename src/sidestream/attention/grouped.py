@@ -47,9 +47,9 @@ class GroupedBatch:
     def with_kv_shape(self, shape: KVShape) -> AttentionBatch:
         return self.blocks.with_kv_shape(shape)
 
-    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
+    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int, rotary: Rotary | None = None) -> None:
         batch, index = self.of_layer(layer)
-        batch.write(key, value, index)
+        batch.write(key, value, index, rotary)
 
     def attend(
         self,

@@ -109,7 +109,7 @@ class AttentionBatch(Attended, Protocol):
         """
         ...
 
-    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
+    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int, rotary: Rotary | None = None) -> None:
         """Write keys and values into the pool, as the first part of `attend` does."""
         ...
 

@@ -110,7 +110,9 @@ class PagedBatch:
     def with_kv_shape(self, shape: KVShape) -> PagedBatch:
         return replace(self, kv=shape.at_the_end_of(self.kv), before_layer=ungated)
 
-    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
+    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int, rotary: Rotary | None = None) -> None:
+        if rotary is not None:
+            _, key = rotary.apply(key[:, :0], key)
         self.before_layer(layer)
         pool = self._addresses.pool_from(layer)
         if self.kv.shape[2] == 1:

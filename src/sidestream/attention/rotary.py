@@ -26,8 +26,8 @@ class Rotary:
     eps: float = 0.0
 
     def apply(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries `[T, heads, head_dim]` and keys `[T, kv_heads, head_dim]`, normalised and then rotated. Each operation
-        rounds to their dtype; only the norm is float32 inside.
+        """Queries `[T, heads, head_dim]` and keys `[T, kv_heads, head_dim]`, normalised and then rotated. Each
+        operation rounds to their dtype; only the norm is float32 inside.
         """
         query_norm, key_norm = self.norms or (None, None)
         return self._turned(query, query_norm), self._turned(key, key_norm)

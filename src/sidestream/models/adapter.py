@@ -24,6 +24,7 @@ from sidestream.models.latent import keep_latents, latent_heads
 from sidestream.models.layer_heads import DividedBatch, LayerHeads
 from sidestream.models.lora import Adapters
 from sidestream.models.recurrent import StatefulLayers, number_attention_layers
+from sidestream.models.rotary import rotary_of
 from sidestream.models.traced import TRACED, TracedLayers
 from sidestream_kv.device.kinds import on_host
 from sidestream_kv.kv.layout import AttentionChunk, KVLayout
@@ -311,10 +312,11 @@ def paged_attention_hook(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function for transformers' AttentionInterface. Takes a query `[1, heads, T, head_dim]` and returns
-    `[1, T, heads, head_dim]`.
+    `[1, T, heads, head_dim]`. `rotary`: see `RotatingAttention`.
 
     Raises ModelError for an argument that paged attention would have to ignore.
     """
@@ -361,6 +363,7 @@ def paged_attention_hook(
     attended = batch.attend(
         q, k, v, module.layer_idx,
         scale=scale, sliding_window=window or None, softcap=softcap, sinks=s_aux, slopes=slopes, latent=latent,
+        rotary=None if rotary is None else rotary_of(module, rotary, count),
     )  # fmt: skip
     padding = query.shape[2] - count
     return (pad(attended, (0, 0, 0, 0, 0, padding)) if padding else attended)[None], None

@@ -26,6 +26,7 @@ from sidestream.models.adapter import PagedModel
 from sidestream.models.joined import join_adapted, join_projections
 from sidestream.models.lora import AdaptedLinear
 from sidestream.models.mtp import MtpHead
+from sidestream.models.rotary import rotate_in_attention
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ def compile_layers(model: PagedModel | MtpHead, *, backend: str | Callable[..., 
                 join_projections(parent, names)
         for adapted in [part for part in _module(model).modules() if isinstance(part, AdaptedLinear)]:
             join_adapted([adapted])
+    rotate_in_attention(_module(model), model.served if isinstance(model, MtpHead) else model.module)
     AttentionInterface.register(_OUTSIDE, torch.compiler.disable(adapter.paged_attention_hook))  # type: ignore[no-untyped-call]
     _module(model).config._attn_implementation = _OUTSIDE
     options: Any = {"joint_custom_pre_pass": _MERGE_PRODUCTS} if backend == "inductor" else None

@@ -139,7 +139,9 @@ class DividedBatch:
     ) -> torch.Tensor:
         place = self.places[layer]
         if latent is not None or rotary is not None:
-            raise InvariantError(f"layer {layer} has latents or heads before their rotary embedding: not for divided heads")
+            raise InvariantError(
+                f"layer {layer} has latents or heads before their rotary embedding: not for divided heads"
+            )
         shares = [
             (None,) * place.count if of_heads is None else of_heads.view(place.count, -1).unbind()
             for of_heads in (sinks, slopes)

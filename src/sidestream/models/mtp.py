@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from sidestream.attention.interface import AttentionBatch
+from sidestream.attention.rotary import Rotary
 from sidestream.checkpoint_files import CONFIG, check_regular, read_json
 from sidestream.errors import ModelError
 from sidestream.models.adapter import OpaqueBatch, PagedModel, padded_length
@@ -109,6 +110,11 @@ class MtpHead(nn.Module):
             if name in theirs:
                 tensor.data = tensor.data.to(theirs[name].dtype)
 
+    @property
+    def served(self) -> Any:
+        """The transformers model that the head drafts for."""
+        return self._model[0]
+
     def forward(self, tokens: Tensor, before: Tensor, positions: Tensor, **attention: Any) -> tuple[Tensor, Tensor]:
         """Two hidden states, both `[N, T, hidden_size]`. The first is the input of the output matrix, whose logits
         predict the token after each of `tokens`. The second is the argument `before` of the next call.
@@ -128,7 +134,7 @@ class MtpHead(nn.Module):
 
     def joined(self, tokens: Tensor, before: Tensor, positions: Tensor) -> tuple[Tensor, Any]:
         """The layer's input `[N, T, hidden_size]`, and the position embeddings for its attention."""
-        base = self._model[0].base_model
+        base = self.served.base_model
         joined = self.join(
             torch.cat([self.norm_embedding(base.embed_tokens(tokens)), self.norm_hidden(before)], dim=-1)
         )
@@ -157,7 +163,7 @@ class MtpHead(nn.Module):
 
     def logits(self, predicts: Tensor) -> Tensor:
         """Logits `[..., vocab_size]` of the head's output `[..., hidden_size]`."""
-        found: Tensor = self._model[0].get_output_embeddings()(predicts)
+        found: Tensor = self.served.get_output_embeddings()(predicts)
         return found
 
 
@@ -192,9 +198,11 @@ class _KeysAndValues:
     def layer(self, index: int) -> Tensor:
         return self.batch.layer(index)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: int, **how: Any) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, layer: int, *, rotary: Rotary | None = None, **how: Any
+    ) -> Tensor:
         """Write keys and values, and raise `_Written`."""
-        self.batch.write(key, value, layer)
+        self.batch.write(key, value, layer, rotary)
         raise _Written
 
 

@@ -40,8 +40,11 @@ _ROTATED, _ROTATING_WARPS = 1024, 2
 class DeviceBatch(BatchLocation):
     """See `AttentionBatch`. Each call launches the kernels of one layer."""
 
-    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
-        write(key, value, layer, self, out=torch.empty_like(key))
+    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int, rotary: Rotary | None = None) -> None:
+        if rotary is None:
+            write(key, value, layer, self, out=torch.empty_like(key))
+        else:
+            rotate_and_write(key[:, :0], key, value, rotary, layer, self, out=key[:, :0])
 
     def attend(
         self,

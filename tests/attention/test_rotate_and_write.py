@@ -1,0 +1,141 @@
+"""Head norms, rotary embedding and the write of keys and values in one kernel, against separate operations of torch. On
+a GPU if there is one, else in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from paged_rig import DEVICE, LAYER, Launch, Options, Row, Shape, make_batch, make_rows, packed, pool_for
+
+from sidestream.attention.rotary import Rotary
+from sidestream.attention.triton import DeviceBatch, launch, paged_attention
+from sidestream.errors import InvariantError
+
+pytest.importorskip(
+    "triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra"
+)
+
+LENS = [(1, 30), (3, 18), (1, 1), (7, 9)]
+PADDING = 3
+
+
+def tolerance_of(dtype: torch.dtype, *, normed: bool) -> float:
+    """0, unless squares are added in another order, or the interpreter cuts bfloat16 off instead of rounding."""
+    if dtype == torch.bfloat16 and DEVICE == "cpu":
+        return 6e-2
+    return 4 * torch.finfo(dtype).eps if normed else 0.0
+
+
+def rotary_for(tokens: int, shape: Shape, *, normed: bool) -> Rotary:
+    draws = torch.Generator().manual_seed(3)
+    angles = torch.rand(tokens, shape.head_dim // 2, generator=draws) * 6
+    cos, sin = (turned.repeat(1, 2).to(DEVICE, shape.dtype) for turned in (angles.cos(), angles.sin()))
+    if not normed:
+        return Rotary(cos, sin)
+    weights = torch.rand(2, shape.head_dim, generator=draws).to(DEVICE, shape.dtype) + 0.5
+    return Rotary(cos, sin, (weights[0], weights[1]), 1e-2)
+
+
+def joined(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
+    """The same as views of one matrix, as the product with joined weights gives them."""
+    parts = (query, key, value)
+    matrix = torch.cat([part.flatten(1) for part in parts], 1)
+    views = matrix.split([part[0].numel() for part in parts], 1)
+    return [view.unflatten(1, part.shape[1:]) for view, part in zip(views, parts, strict=True)]
+
+
+def step(rows: list[Row], shape: Shape, padding: int = 0) -> tuple[DeviceBatch, list[torch.Tensor]]:
+    batch = make_batch(pool_for(rows, shape, Options()), rows, shape, Launch(padded_tokens=padding))
+    return batch, joined(*packed(rows, padding, shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "lens"),
+    [
+        (Shape(8, 2, 64), LENS),
+        (Shape(3, 3, 80), LENS),
+        (Shape(9, 3, 128, 32), LENS),
+        (Shape(4, 1, 128), [(1, 20)]),
+        (Shape(4, 2, 16), [(37, 40)]),
+    ],
+    ids=str,
+)
+def test_one_kernel_equals_separate_operations(
+    shape: Shape, lens: list[tuple[int, int]], normed: bool, dtype: torch.dtype
+) -> None:
+    shape = replace(shape, dtype=dtype)
+    batch, (query, key, value) = step(make_rows(lens, shape), shape, PADDING)
+    separate = replace(batch, kv=batch.kv.clone())
+    rotary = rotary_for(len(query), shape, normed=normed)
+    out, zeroed = torch.full((2, *query.shape), 7.0, dtype=dtype, device=DEVICE)
+    tokens = len(query) - PADDING
+
+    rotated = launch.rotate_and_write(query, key, value, rotary, LAYER, batch, out=out)
+
+    wanted, wanted_key = rotary.apply(query, key)
+    launch.write(wanted_key, value, LAYER, separate, out=zeroed)
+    tolerance = tolerance_of(dtype, normed=normed)
+    torch.testing.assert_close(rotated[:tokens], wanted[:tokens], atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(batch.kv, separate.kv, atol=tolerance, rtol=tolerance, equal_nan=True)
+    assert torch.equal(batch.layer(LAYER)[:, 1].nan_to_num(), separate.layer(LAYER)[:, 1].nan_to_num())
+    assert torch.equal(out, zeroed)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_attention_is_that_of_rotated_queries_and_keys(normed: bool) -> None:
+    shape = Shape()
+    batch, (query, key, value) = step(make_rows(LENS, shape), shape)
+    other = replace(batch, kv=batch.kv.clone())
+    rotary = rotary_for(len(query), shape, normed=normed)
+
+    attended = batch.attend(query, key, value, LAYER, scale=0.25, rotary=rotary)
+
+    torch.testing.assert_close(
+        attended, paged_attention(*rotary.apply(query, key), value, LAYER, other, scale=0.25), atol=1e-6, rtol=1e-6
+    )
+
+
+def test_keys_that_are_written_alone_are_rotated() -> None:
+    shape = Shape()
+    batch, (_, key, value) = step(make_rows(LENS, shape), shape)
+    other = replace(batch, kv=batch.kv.clone())
+    rotary = rotary_for(len(key), shape, normed=False)
+    batch.write(key, value, LAYER, rotary)
+    other.write(rotary.apply(key, key)[1], value, LAYER)
+    assert torch.equal(batch.kv.nan_to_num(), other.kv.nan_to_num())
+
+
+def test_a_layer_is_not_rotated_into_before_its_load_h5() -> None:
+    shape = Shape()
+    rows = make_rows([(1, 30)], shape)
+    batch, (query, key, value) = step(rows, shape)
+    loaded = batch.kv.clone()
+    batch.kv.fill_(float("nan"))
+    opened = []
+
+    def gate(layer: int) -> None:
+        assert batch.kv.isnan().all()
+        batch.kv.copy_(loaded)
+        opened.append(layer)
+
+    rotary = rotary_for(1, shape, normed=False)
+    out = replace(batch, before_layer=gate).attend(query, key, value, LAYER, scale=0.25, rotary=rotary)
+
+    assert opened == [LAYER]
+    assert not out.isnan().any()
+
+
+@pytest.mark.parametrize("wrong", ["tokens", "dtype"])
+def test_rotary_embeddings_of_other_tokens_or_another_dtype_are_refused(wrong: str) -> None:
+    shape = Shape()
+    batch, (query, key, value) = step(make_rows(LENS, shape), shape)
+    rotary = rotary_for(len(query) - (wrong == "tokens"), shape, normed=False)
+    if wrong == "dtype":
+        rotary = replace(rotary, cos=rotary.cos.double(), sin=rotary.sin.double())
+    with pytest.raises(InvariantError, match=r"rotary embeddings .* for 12 tokens, heads of 16 in torch.float32"):
+        batch.attend(query, key, value, LAYER, scale=0.25, rotary=rotary)
