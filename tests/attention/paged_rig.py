@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from sidestream.attention.rotary import Rotary
 from sidestream.attention.triton import ContiguousKV, DeviceBatch, SplitKVWorkspace, Tile, Tiles, paged_attention
 from sidestream_kv.kv.layout import AttentionChunk
 
@@ -190,6 +191,31 @@ def packed(rows: Sequence[Row], padded_tokens: int, shape: Shape) -> tuple[torch
     )
     query, key, value = (torch.cat([*part, pad]) for part, pad in zip(parts, padding, strict=True))
     return query, key, value
+
+
+def rotary_tolerance(dtype: torch.dtype, *, normed: bool) -> float:
+    """0, unless squares are added in another order, or the interpreter cuts bfloat16 off instead of rounding."""
+    if dtype == torch.bfloat16 and DEVICE == "cpu":
+        return 6e-2
+    return 8 * torch.finfo(dtype).eps if normed else 0.0
+
+
+def rotary_for(tokens: int, shape: Shape, *, normed: bool) -> Rotary:
+    draws = torch.Generator().manual_seed(3)
+    angles = torch.rand(tokens, shape.head_dim // 2, generator=draws) * 6
+    cos, sin = (turned.repeat(1, 2).to(DEVICE, shape.dtype) for turned in (angles.cos(), angles.sin()))
+    if not normed:
+        return Rotary(cos, sin)
+    weights = torch.rand(2, shape.head_dim, generator=draws).to(DEVICE, shape.dtype) + 0.5
+    return Rotary(cos, sin, (weights[0], weights[1]), 1e-2)
+
+
+def joined(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
+    """The same as views of one matrix, as the product with joined weights gives them."""
+    parts = (query, key, value)
+    matrix = torch.cat([part.flatten(1) for part in parts], 1)
+    views = matrix.split([part[0].numel() for part in parts], 1)
+    return [view.unflatten(1, part.shape[1:]) for view, part in zip(views, parts, strict=True)]
 
 
 def attend(

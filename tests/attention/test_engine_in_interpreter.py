@@ -23,6 +23,7 @@ from sidestream.ops import Ops, TorchOps
 from sidestream.ops.registry import select_ops
 from sidestream.runner.executor import Executor
 from sidestream.runner.step_inputs import SHORT_TOKENS, GraphKey
+from sidestream.speculate.proposer import DraftModelProposer, MtpProposer
 
 pytest.importorskip(
     "triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra"
@@ -113,6 +114,21 @@ def warm_up(parts: Parts, block_ids: tuple[int, ...], *, chunk_tokens: int) -> N
     parts.executor.warm_up(steps.on(block_ids))
 
 
+def served_and_drafting(executor: Executor) -> list[tuple[Any, Any]]:
+    """The served module and the drafting one, each with the model whose embeddings it has."""
+    served, proposer = executor._model.module, executor._forward._proposer
+    if isinstance(proposer, MtpProposer):
+        return [(served, served), (proposer.head, served)]
+    assert isinstance(proposer, DraftModelProposer)
+    return [(served, served), (proposer.model.module, proposer.model.module)]
+
+
+def rotating(part: tuple[Any, Any]) -> int:
+    """Number of layers that rotate in their attention from now on, as compiled ones do."""
+    rotate_in_attention(*part)
+    return sum(isinstance(module, RotatingAttention) for module in part[0].modules())
+
+
 def test_answers_equal_the_reference_uncached_and_from_device_and_host(model: Path, batches: list[DeviceBatch]) -> None:
     with pytest.MonkeyPatch.context() as plain:
         plain.setattr(rank_parts, "Executor", Executor)
@@ -145,7 +161,6 @@ def test_answers_equal_the_reference_uncached_and_from_device_and_host(model: Pa
 
 @pytest.mark.parametrize("model", ["qwen3", "llama", "minicpm3"], indirect=True)
 def test_captured_forward_passes_give_the_same_answers_as_eager_ones(model: Path, batches: list[DeviceBatch]) -> None:
-    """Captured ones rotate in their attention, as compiled layers do."""
     prompts = [*PROMPTS[1:], PROMPTS[0][:20]]
     options = {"chunk_tokens": 16, "token_budget": 20, "offload": OffloadConfig(host="1MiB"), "check_order": True}
     with engine(model, **options) as llm:
@@ -153,9 +168,7 @@ def test_captured_forward_passes_give_the_same_answers_as_eager_ones(model: Path
     with engine(model, **options) as llm:
         executor = llm.engine.parts.executor
         module = executor._model.module
-        rotate_in_attention(module, module)
-        rotating = sum(isinstance(part, RotatingAttention) for part in module.modules())
-        assert rotating == (0 if module.config.model_type == "minicpm3" else 2)
+        assert rotating((module, module)) == (0 if module.config.model_type == "minicpm3" else 2)
         llm.engine.call(lambda: executor.capture([GraphKey(4), GraphKey(0, 16), GraphKey(4, 16), GraphKey(4, 20)]))
         graphs = executor._graphs
         assert graphs is not None
@@ -274,12 +287,7 @@ def test_drafting_steps_of_a_gpu_give_the_same_tokens_eager_and_captured(
         assert [output.token_ids for output in llm.generate(prompts, params)] == expected
         assert max(batch.split_queries for batch in batches) == 3
         llm.engine.call(llm.engine.parts.blocks.forget_all)
-        served = executor._model.module
-        proposing = executor._proposer
-        rotate_in_attention(served, served)
-        drafter = proposing.head if proposer == "mtp" else proposing.model.module
-        rotate_in_attention(drafter, served if proposer == "mtp" else drafter)
-        assert sum(isinstance(part, RotatingAttention) for part in drafter.modules()) == 1
+        assert [rotating(part) for part in served_and_drafting(executor)] == [2, 1]
         llm.engine.call(
             lambda: executor.capture(
                 [GraphKey(2, 0, 2), GraphKey(2, 0, 2, 1), GraphKey(2), GraphKey(0, 16), GraphKey(2, 20, 2)]

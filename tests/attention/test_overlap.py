@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from paged_rig import DEVICE, LAYER, Launch, Options, Shape, make_batch, make_rows, packed, pool_for
+from paged_rig import DEVICE, LAYER, Launch, Options, Shape, make_batch, make_rows, packed, pool_for, rotary_for
 
 triton = pytest.importorskip(
     "triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra"
@@ -74,15 +74,20 @@ def early(monkeypatch: pytest.MonkeyPatch) -> Early:
 
 
 @pytest.mark.parametrize("splits", [Launch(), Launch(split_rows=3, split_queries=3, short_rows=2, short_queries=9)])
-@pytest.mark.parametrize("options", [Options(), Options(sliding_window=20)])
+@pytest.mark.parametrize(("options", "rotates"), [(Options(), True), (Options(sliding_window=20), False)])
 def test_a_kernel_reads_only_lengths_and_writes_nothing_before_its_wait(
-    splits: Launch, options: Options, early: Early, monkeypatch: pytest.MonkeyPatch
+    splits: Launch, options: Options, rotates: bool, early: Early, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = Shape()
     rows = make_rows(ROWS, shape)
     batch = make_batch(pool_for(rows, shape, options), rows, shape, splits)
-    monkeypatch.setattr(kernels.write, "run", alone(kernels.write.run, early))
-    paged_attention(*packed(rows, 0, shape), LAYER, batch, scale=0.25, sliding_window=options.sliding_window)
+    for first in (kernels.write, kernels.rotate_and_write):
+        monkeypatch.setattr(first, "run", alone(first.run, early))
+    query, key, value = packed(rows, 0, shape)
+    paged_attention(
+        query, key, value, LAYER, batch, scale=0.25, sliding_window=options.sliding_window,
+        rotary=rotary_for(len(query), shape, normed=True) if rotates else None,
+    )  # fmt: skip
     lengths = {address for lens in (batch.cu_seqlens_q, batch.kv_lens) for address in addresses(lens)}
     assert early.waits and early.loads
     assert not early.stores

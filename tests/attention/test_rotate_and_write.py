@@ -8,9 +8,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paged_rig import DEVICE, LAYER, Launch, Options, Row, Shape, make_batch, make_rows, packed, pool_for
+from paged_rig import (
+    DEVICE,
+    LAYER,
+    Launch,
+    Options,
+    Row,
+    Shape,
+    joined,
+    make_batch,
+    make_rows,
+    packed,
+    pool_for,
+    rotary_for,
+    rotary_tolerance,
+)
 
-from sidestream.attention.rotary import Rotary
 from sidestream.attention.triton import DeviceBatch, launch, paged_attention
 from sidestream.errors import InvariantError
 
@@ -20,31 +33,6 @@ pytest.importorskip(
 
 LENS = [(1, 30), (3, 18), (1, 1), (7, 9)]
 PADDING = 3
-
-
-def tolerance_of(dtype: torch.dtype, *, normed: bool) -> float:
-    """0, unless squares are added in another order, or the interpreter cuts bfloat16 off instead of rounding."""
-    if dtype == torch.bfloat16 and DEVICE == "cpu":
-        return 6e-2
-    return 4 * torch.finfo(dtype).eps if normed else 0.0
-
-
-def rotary_for(tokens: int, shape: Shape, *, normed: bool) -> Rotary:
-    draws = torch.Generator().manual_seed(3)
-    angles = torch.rand(tokens, shape.head_dim // 2, generator=draws) * 6
-    cos, sin = (turned.repeat(1, 2).to(DEVICE, shape.dtype) for turned in (angles.cos(), angles.sin()))
-    if not normed:
-        return Rotary(cos, sin)
-    weights = torch.rand(2, shape.head_dim, generator=draws).to(DEVICE, shape.dtype) + 0.5
-    return Rotary(cos, sin, (weights[0], weights[1]), 1e-2)
-
-
-def joined(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
-    """The same as views of one matrix, as the product with joined weights gives them."""
-    parts = (query, key, value)
-    matrix = torch.cat([part.flatten(1) for part in parts], 1)
-    views = matrix.split([part[0].numel() for part in parts], 1)
-    return [view.unflatten(1, part.shape[1:]) for view, part in zip(views, parts, strict=True)]
 
 
 def step(rows: list[Row], shape: Shape, padding: int = 0) -> tuple[DeviceBatch, list[torch.Tensor]]:
@@ -79,7 +67,7 @@ def test_one_kernel_equals_separate_operations(
 
     wanted, wanted_key = rotary.apply(query, key)
     launch.write(wanted_key, value, LAYER, separate, out=zeroed)
-    tolerance = tolerance_of(dtype, normed=normed)
+    tolerance = rotary_tolerance(dtype, normed=normed)
     torch.testing.assert_close(rotated[:tokens], wanted[:tokens], atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(batch.kv, separate.kv, atol=tolerance, rtol=tolerance, equal_nan=True)
     assert torch.equal(batch.layer(LAYER)[:, 1].nan_to_num(), separate.layer(LAYER)[:, 1].nan_to_num())

@@ -17,14 +17,17 @@ from paged_rig import (
     Shape,
     assert_right,
     attend,
+    joined,
     make_batch,
     make_rows,
     packed,
     pool_for,
     random_step,
+    rotary_for,
+    rotary_tolerance,
 )
 
-from sidestream.attention.triton import ContiguousKV, SplitKVWorkspace, Variant, paged_attention, warm_up
+from sidestream.attention.triton import ContiguousKV, SplitKVWorkspace, Variant, launch, paged_attention, warm_up
 
 pytestmark = [
     pytest.mark.gpu,
@@ -178,6 +181,41 @@ def test_a_captured_graph_serves_every_smaller_batch_with_the_same_bits(queries:
             alone, _ = attend([row], shape, launch=replace(launched, split_rows=1), pool=pool.clone())
             assert torch.equal(out[index * queries : (index + 1) * queries], alone)
         assert not out[count * queries :].any()
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_captured_rotation_and_write_equal_separate_operations(
+    dtype: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One compilation, which the first call makes, serves all numbers of tokens."""
+    import triton
+
+    shape, compiled = Shape(8, 2, head_dim, 16, dtype), list[str]()
+    for tokens, padding in ((1, 0), (2, 3), (16, 0), (129, 3), (3000, 9)):
+        for normed in (True, False):
+            rows = make_rows([(tokens, tokens + 40)], shape)
+            batch = make_batch(pool_for(rows, shape, Options()), rows, shape, Launch(padded_tokens=padding))
+            separate = replace(batch, kv=batch.kv.clone())
+            query, key, value = joined(*packed(rows, padding, shape))
+            rotary = rotary_for(len(query), shape, normed=normed)
+            out = torch.full((2, *query.shape), 7.0, dtype=dtype, device=DEVICE)
+            launch.rotate_and_write(query, key, value, rotary, LAYER, batch, out=out[0])
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                rotated = launch.rotate_and_write(query, key, value, rotary, LAYER, batch, out=out[0])
+            batch.layer(LAYER).fill_(0)
+            separate.layer(LAYER).fill_(0)
+            graph.replay()
+
+            wanted, wanted_key = rotary.apply(query, key)
+            launch.write(wanted_key, value, LAYER, separate, out=out[1])
+            atol = rtol = rotary_tolerance(dtype, normed=normed)
+            torch.testing.assert_close(rotated[:tokens], wanted[:tokens], atol=atol, rtol=rtol)
+            torch.testing.assert_close(batch.kv, separate.kv, atol=atol, rtol=rtol, equal_nan=True)
+            assert torch.equal(*out)
+        monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(what["repr"]))
+    assert not compiled
 
 
 def test_no_kernel_is_compiled_after_warm_up_p3(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from sidestream import (
 )
 from sidestream.models import compiled, load_model
 from sidestream.models.catalog import prepared
+from sidestream.models.rotary import RotatingAttention
 from sidestream.runner.step_inputs import SHORT_TOKENS, GraphKey
 from sidestream.text import sample_text
 from sidestream.tokenizer import Tokenizer
@@ -241,7 +242,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @compiles
 @pytest.mark.usefixtures("few_shapes")
-@pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gemma2", "qwen3", "qwen3_moe"])
 def test_captured_forward_passes_give_the_same_answers_as_eager_ones(family: str, tmp_path: Path) -> None:
     model = tiny_model_dir(family, tmp_path, 2)
     with engine(model, max_running=6, chunk_tokens=64) as llm:
@@ -252,7 +253,9 @@ def test_captured_forward_passes_give_the_same_answers_as_eager_ones(family: str
     with engine(model, **CAPTURED, check_order=True) as llm:
         assert_near(llm.generate([*PROMPTS, *PROMPTS], GREEDY), expected[0])
         assert tokens(llm.generate(PROMPTS, EVERY_WAY_TO_DRAW[: len(PROMPTS)])) == tokens(expected[1])
-        graphs = llm.engine.parts.executor._graphs
+        executor = llm.engine.parts.executor
+        graphs = executor._graphs
+        assert any(isinstance(part, RotatingAttention) for part in executor._model.module.modules())
         assert (
             graphs is not None or family == "qwen3_moe"
         )  # experts that are chosen on the host cannot be captured, and run all the same
