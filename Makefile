@@ -115,8 +115,9 @@ SANITIZER ?= compute-sanitizer
 sanitize:
 	@command -v $(SANITIZER) > /dev/null || { echo "no $(SANITIZER): it comes with the CUDA toolkit: make sanitize SANITIZER=…/compute-sanitizer"; exit 1; }
 	PYTHONPATH=$(SOURCES) PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool memcheck --error-exitcode 1 --report-api-errors no \
-		$(PYTHON) -m pytest -p no:cacheprovider -q tests/attention/test_triton.py tests/device/test_cuda_kernels_gpu.py \
-		-k "mixed_batch or head_sizes or last_byte"
+		$(PYTHON) -m pytest -p no:cacheprovider -q tests/attention/test_triton.py tests/attention/test_rotate_and_write.py \
+		tests/device/test_cuda_kernels_gpu.py \
+		-k "mixed_batch or head_sizes or last_byte or separate_operations"
 
 # Every benchmark of this machine; results are committed.
 bench: $(VENV)/.dev

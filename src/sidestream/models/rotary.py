@@ -84,7 +84,11 @@ def rotate_in_attention(module: nn.Module, model: Any) -> None:
     draws = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, _TOKENS, model.config.hidden_size, generator=draws) * _SCALE
     hidden = hidden.to(model.device, model.dtype)
-    parts = [part for part in module.modules() if all(hasattr(part, name) for name in _PARTS)]
+    parts = [
+        part
+        for part in module.modules()
+        if all(hasattr(part, name) for name in _PARTS) and not isinstance(part, RotatingAttention)
+    ]
     changed = sum(_change(part, embed, hidden, positions) for part in parts)
     logger.info("%d of %d attention layers leave the rotary embedding to their attention", changed, len(parts))
 
