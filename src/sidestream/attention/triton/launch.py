@@ -41,10 +41,7 @@ class DeviceBatch(BatchLocation):
     """See `AttentionBatch`. Each call launches the kernels of one layer."""
 
     def write(self, key: torch.Tensor, value: torch.Tensor, layer: int, rotary: Rotary | None = None) -> None:
-        if rotary is None:
-            write(key, value, layer, self, out=torch.empty_like(key))
-        else:
-            rotate_and_write(key[:, :0], key, value, rotary, layer, self, out=key[:, :0])
+        rotate_and_write(key[:, :0], key, value, rotary, layer, self, out=torch.empty_like(key))
 
     def attend(
         self,
@@ -82,8 +79,7 @@ def paged_attention(
     slopes: torch.Tensor | None = None,
     rotary: Rotary | None = None,
 ) -> torch.Tensor:
-    """Write the batch's keys and values into the pool, then attend; returns `[T, heads, head_dim]`, contiguous, zeros
-    for padding.
+    """Write keys and values into the pool, then attend; returns `[T, heads, head_dim]`, contiguous, zeros for padding.
 
     query [T, heads, head_dim] · key, value [T, kv_heads, head_dim], in the pool's dtype, last dimension dense. heads is
     a multiple of kv_heads; query head h reads kv head h // (heads / kv_heads). A query at position p sees positions `(p
@@ -109,10 +105,7 @@ def paged_attention(
     rows = len(batch.kv_lens)
     tiles = batch.tiles or Tiles.default(head_dim, query.dtype)
     out = torch.empty(tokens, heads, head_dim, dtype=query.dtype, device=query.device)
-    if rotary is None:
-        write(key, value, layer, batch, out=out)
-    else:
-        query = rotate_and_write(query, key, value, rotary, layer, batch, out=out)
+    query = rotate_and_write(query, key, value, rotary, layer, batch, out=out)
 
     cap_scale, exponent = _factors(scale, softcap)
     plain = sliding_window is None and softcap is None and slopes is None
@@ -251,18 +244,21 @@ def rotate_and_write(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    rotary: Rotary,
+    rotary: Rotary | None,
     layer: int,
     batch: BatchLocation,
     *,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Like `write`, after the norms and the rotary embedding; returns the queries after them, `[T, heads, head_dim]`.
-    `out` has the same shape.
+    """Like `write`, after norms and rotary embedding; returns the queries after them. `query` has the shape of `out`,
+    or no heads. If `rotary` is None, only writes.
 
     Rounds where transformers' separate operations round, so results differ from theirs only by the order in which a
     norm adds its squares. Hence no fused multiply-add, which would leave out a rounding.
     """
+    if rotary is None:
+        write(key, value, layer, batch, out=out)
+        return query
     pool, (tokens, heads, head_dim) = batch.layer(layer), query.shape
     if not rotary.cos.shape == rotary.sin.shape == (tokens, head_dim) or rotary.cos.dtype != query.dtype:
         raise InvariantError(
