@@ -105,6 +105,14 @@ def test_a_model_that_rotates_otherwise_is_not_changed(
     assert changed(model) == 0
 
 
+def test_embeddings_of_unequal_halves_change_no_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = loaded(tmp_path)
+    embed = model.module.model.rotary_emb
+    own, factors = embed.forward, torch.linspace(1, 2, model.layout.head_dim)
+    monkeypatch.setattr(embed, "forward", lambda *given: tuple(values * factors for values in own(*given)))
+    assert changed(model) == 0
+
+
 def test_another_epsilon_of_the_keys_is_noticed(tmp_path: Path) -> None:
     model = loaded(tmp_path)
     model.module.model.layers[1].self_attn.k_norm.variance_epsilon *= 2

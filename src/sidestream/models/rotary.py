@@ -113,7 +113,7 @@ def _change(part: Any, embed: nn.Module, hidden: torch.Tensor, positions: torch.
             part, hidden_states=hidden, position_embeddings=embeddings, attention_mask=None, position_ids=positions,
             use_cache=False, paged_batch=calls,
         )  # fmt: skip
-        same = _rotate_by_halves(embeddings, (1, _TOKENS, part.head_dim), hidden.dtype)
+        same = _rotate_by_halves(embeddings, (1, _TOKENS, part.head_dim))
         expected = call()[0]
         part.options = calls[0].options
         part.__class__ = _rotating(own)
@@ -128,10 +128,8 @@ def _change(part: Any, embed: nn.Module, hidden: torch.Tensor, positions: torch.
     return same
 
 
-def _rotate_by_halves(embeddings: Any, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    return all(
-        values.shape == shape and values.dtype == dtype and torch.equal(*values.chunk(2, -1)) for values in embeddings
-    )
+def _rotate_by_halves(embeddings: Any, shape: tuple[int, ...]) -> bool:
+    return all(values.shape == shape and torch.equal(*values.chunk(2, -1)) for values in embeddings)
 
 
 @functools.cache
