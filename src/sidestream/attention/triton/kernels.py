@@ -92,17 +92,18 @@ def _rounded(values, like):
 @triton.jit
 def _rotated(heads, cosines, sines, norm, eps, dims, mask, NORMED: tl.constexpr, HALF: tl.constexpr):
     """Both halves of heads `[LINES, PADDED_HALF]`, normalised and rotated, in float32."""
+    # All loads come first, so that none waits for a sum.
     low = tl.load(heads, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(heads + HALF, mask=mask, other=0.0).to(tl.float32)
-    if NORMED:
-        squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
-        scale = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
-        low_weight = tl.load(norm + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
-        high_weight = tl.load(norm + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
-        low = _rounded(low_weight * _rounded(low * scale, norm), norm)
-        high = _rounded(high_weight * _rounded(high * scale, norm), norm)
     cosine = tl.load(cosines, mask=mask, other=0.0).to(tl.float32)
     sine = tl.load(sines, mask=mask, other=0.0).to(tl.float32)
+    if NORMED:
+        low_weight = tl.load(norm + dims, mask=dims < HALF, other=0.0).to(tl.float32)
+        high_weight = tl.load(norm + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)
+        squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
+        scale = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+        low = _rounded(low_weight[None, :] * _rounded(low * scale, norm), norm)
+        high = _rounded(high_weight[None, :] * _rounded(high * scale, norm), norm)
     return (
         _rounded(low * cosine, norm) - _rounded(high * sine, norm),
         _rounded(high * cosine, norm) + _rounded(low * sine, norm),
@@ -166,30 +167,33 @@ def rotate_and_write(
     cosines = cos + (token * cos_stride)[:, None] + dims[None, :]
     sines = sin + (token * sin_stride)[:, None] + dims[None, :]
     if part < GROUP:
+        end = tl.load(cu_seqlens_q + num_rows)
         head += part * KV_HEADS
         heads = query + (token * query_token_stride + head * query_head_stride)[:, None] + dims[None, :]
         low, high = _rotated(heads, cosines, sines, query_norm, eps, dims, mask, NORMED, HALF)
         offsets = ((token * (GROUP * KV_HEADS) + head) * (2 * HALF))[:, None] + dims[None, :]
         tl.store(rotated + offsets, low.to(rotated.dtype.element_ty), mask=mask)
         tl.store(rotated + offsets + HALF, high.to(rotated.dtype.element_ty), mask=mask)
-        padding = mask & (token >= tl.load(cu_seqlens_q + num_rows))[:, None]
+        padding = mask & (token >= end)[:, None]
         zeros = tl.zeros([LINES, PADDED_HALF], out.dtype.element_ty)
         tl.store(out + offsets, zeros, mask=padding)
         tl.store(out + offsets + HALF, zeros, mask=padding)
     else:
         slot = tl.load(slot_mapping + token, mask=token < tokens, other=-1).to(tl.int64)
+        # Only stores depend on the slot, so loads do not wait for it.
         written = mask & (slot >= 0)[:, None]
         place = slot // BLOCK_TOKENS * block_stride + slot % BLOCK_TOKENS * offset_stride + head * head_stride
         places = pool + place[:, None] + dims[None, :]
         if part == GROUP:
             heads = key + (token * key_token_stride + head * key_head_stride)[:, None] + dims[None, :]
-            low, high = _rotated(heads, cosines, sines, key_norm, eps, dims, written, NORMED, HALF)
+            low, high = _rotated(heads, cosines, sines, key_norm, eps, dims, mask, NORMED, HALF)
             tl.store(places, low.to(pool.dtype.element_ty), mask=written)
             tl.store(places + HALF, high.to(pool.dtype.element_ty), mask=written)
         else:
             heads = value + (token * value_token_stride + head * value_head_stride)[:, None] + dims[None, :]
-            tl.store(places + half_stride, tl.load(heads, mask=written), mask=written)
-            tl.store(places + half_stride + HALF, tl.load(heads + HALF, mask=written), mask=written)
+            first, second = tl.load(heads, mask=mask), tl.load(heads + HALF, mask=mask)
+            tl.store(places + half_stride, first, mask=written)
+            tl.store(places + half_stride + HALF, second, mask=written)
 
 
 @triton.jit
