@@ -113,7 +113,9 @@ def test_embeddings_of_unequal_halves_change_no_layer(tmp_path: Path, monkeypatc
     assert changed(model) == 0
 
 
-def test_another_epsilon_of_the_keys_is_noticed(tmp_path: Path) -> None:
+def test_another_epsilon_of_the_keys_is_noticed_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = loaded(tmp_path)
     model.module.model.layers[1].self_attn.k_norm.variance_epsilon *= 2
-    assert changed(model) == 2
+    with caplog.at_level("INFO"):
+        assert changed(model) == 2
+    assert "2 of 3 attention layers leave the rotary embedding to their attention" in caplog.text
