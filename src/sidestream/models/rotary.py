@@ -50,10 +50,10 @@ class RotatingAttention(nn.Module):
         """`[1, T, hidden_size]` to the same."""
         part: Any = self
         lengths = hidden_states.shape[:-1]
-        query, key, value = (
+        query, key, value = [
             project(hidden_states).view(*lengths, -1, part.head_dim).transpose(1, 2)
             for project in (part.q_proj, part.k_proj, part.v_proj)
-        )
+        ]
         attend = ALL_ATTENTION_FUNCTIONS[part.config._attn_implementation]
         attended, _ = attend(
             self, query, key, value, attention_mask, rotary=position_embeddings, **self.options, **others
