@@ -1,0 +1,104 @@
+"""Triton kernels for products with the weights of experts. CUDA graphs may capture them."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sort_by_expert(
+    chosen, order, position, ends, tiles, pairs, most_tiles,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """A stable sort of the pairs `chosen` by expert, as a small step needs it: see `sidestream.ops.experts.Sorted`.
+
+    Each program counts the pairs of all experts, places PART pairs and writes PART tiles. Grid (parts).
+    """
+    experts = tl.arange(0, PADDED)
+    first = tl.program_id(0) * PART
+    own = first + tl.arange(0, PART)
+    mine = tl.load(chosen + own, mask=own < pairs, other=EXPERTS).to(tl.int32)
+    counts = tl.zeros((PADDED,), tl.int32)
+    rank = tl.zeros((PART,), tl.int32)
+    for begin in range(0, pairs, CHUNK):
+        other = begin + tl.arange(0, CHUNK)
+        theirs = tl.load(chosen + other, mask=other < pairs, other=0).to(tl.int32)
+        counts += tl.histogram(theirs, PADDED, mask=other < pairs)
+        before = (theirs[None, :] == mine[:, None]) & (other[None, :] < own[:, None])
+        rank += tl.sum(before.to(tl.int32), 1)
+    end = tl.cumsum(counts, 0)
+    start = tl.sum(tl.where(experts[None, :] == mine[:, None], (end - counts)[None, :], 0), 1) + rank
+    tl.store(position + own, start, mask=own < pairs)
+    tl.store(order + start, own, mask=own < pairs)
+    if first == 0:
+        tl.store(ends + experts, end, mask=experts < EXPERTS)
+    # Tile t belongs to the first expert whose tiles end behind t.
+    last_tile = tl.cumsum((counts + ROWS - 1) // ROWS, 0)
+    expert = tl.sum((last_tile[None, :] <= own[:, None]).to(tl.int32), 1)
+    here = experts[None, :] == expert[:, None]
+    before_tiles = tl.sum(tl.where(here, (last_tile - (counts + ROWS - 1) // ROWS)[None, :], 0), 1)
+    stop = tl.sum(tl.where(here, end[None, :], 0), 1)
+    begin_row = tl.sum(tl.where(here, (end - counts)[None, :], 0), 1) + (own - before_tiles) * ROWS
+    tl.store(tiles + 3 * own, expert, mask=own < most_tiles)
+    tl.store(tiles + 3 * own + 1, begin_row, mask=own < most_tiles)
+    tl.store(tiles + 3 * own + 2, tl.minimum(stop, begin_row + ROWS), mask=own < most_tiles)
+
+
+@triton.jit
+def multiply_by_expert(
+    states, weight, order, tiles, result, divisor, inputs, outputs, state_stride, expert_stride, output_stride,
+    input_stride,
+    EXPERTS: tl.constexpr, GATHER: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Products of up to ROWS sorted pairs of one expert with OUTPUTS outputs of its weight. If GATHER, the states of
+    pair i are those of row `order[i] // divisor`, else those of row i. Grid (parts of the outputs, tiles).
+    """
+    tile = tl.program_id(1)
+    expert = tl.load(tiles + 3 * tile)
+    if expert >= EXPERTS:
+        return
+    begin = tl.load(tiles + 3 * tile + 1)
+    stop = tl.load(tiles + 3 * tile + 2)
+    pair = begin + tl.arange(0, ROWS)
+    here = pair < stop
+    row = pair
+    if GATHER:
+        row = tl.load(order + pair, mask=here, other=0) // divisor
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    inside = output < outputs
+    column = tl.arange(0, INPUTS)
+    state_at = states + row.to(tl.int64)[:, None] * state_stride
+    weight_at = weight + expert.to(tl.int64) * expert_stride + output.to(tl.int64)[None, :] * output_stride
+    total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for first in range(0, inputs, INPUTS):
+        at = first + column
+        there = at < inputs
+        value = tl.load(state_at + at[None, :], mask=here[:, None] & there[None, :], other=0.0)
+        part = tl.load(
+            weight_at + at.to(tl.int64)[:, None] * input_stride, mask=inside[None, :] & there[:, None], other=0.0
+        )
+        total = tl.dot(value, part, total, input_precision=PRECISION)
+    tl.store(
+        result + pair.to(tl.int64)[:, None] * outputs + output[None, :],
+        total.to(result.dtype.element_ty), mask=here[:, None] & inside[None, :],
+    )  # fmt: skip
+
+
+@triton.jit
+def largest_of_rows(
+    scores, values, indices, width, stride, COUNT: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """The COUNT largest scores of each row in falling order, the first of equal ones first; NaN counts as infinity.
+    Grid (rows).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, WIDTH)
+    left = lane < width
+    score = tl.load(scores + row * stride + lane, mask=left, other=float("-inf")).to(tl.float32)
+    score = tl.where(score == score, score, float("inf"))
+    for place in tl.static_range(COUNT):
+        best = tl.max(tl.where(left, score, float("-inf")), 0)
+        index = tl.min(tl.where(left & (score == best), lane, WIDTH), 0)
+        tl.store(values + row * COUNT + place, best.to(values.dtype.element_ty))
+        tl.store(indices + row * COUNT + place, index.to(tl.int64))
+        left = left & (lane != index)
