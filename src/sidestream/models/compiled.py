@@ -101,7 +101,7 @@ def decompile(model: PagedModel | MtpHead) -> None:
 
 
 def _use_experts(model: PagedModel | MtpHead, implementation: str) -> None:
-    """Let the modules of experts that transformers lets choose use this implementation."""
+    """Let all modules of experts for which transformers has several implementations use this one."""
     for part in _module(model).modules():
         if hasattr(part, "_apply_gate") and hasattr(part, "is_transposed"):
             part.config._experts_implementation = implementation
@@ -198,9 +198,9 @@ def _module(model: PagedModel | MtpHead) -> Any:
 
 class _MergeProducts(CustomGraphPass):
     """A graph pass that merges equal matrix products, and what rounds their inputs. torch's own pass does not merge a
-    product if the graph returns a view of it. On a GPU, this pass lets one kernel find the largest of few scores, where
-    torch selects in one kernel and sorts in another one. It also turns the product of a column and a row (positions times
-    frequencies) into an elementwise multiplication, which needs no separate kernel launch.
+    product if the graph returns a view of it. This pass also turns the product of a column and a row (positions times
+    frequencies) into an elementwise multiplication, which needs no separate kernel launch. On a GPU, it lets one kernel
+    find the largest of few scores, which torch selects in one kernel and sorts in another one.
     """
 
     def __call__(self, graph: torch.fx.Graph) -> None:

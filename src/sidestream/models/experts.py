@@ -10,6 +10,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 
 from sidestream.ops import experts as ops
 from sidestream.ops.experts import MOST_LARGEST, MOST_SCORES
+from sidestream_kv.device.kinds import on_gpu
 
 __all__ = ["EXPERTS", "MOST_LARGEST", "MOST_SCORES", "experts_forward"]
 
@@ -19,23 +20,24 @@ EXPERTS = "sidestream"
 
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """What a module of experts in transformers computes, `[T, hidden]`; see `grouped_mm_experts_forward` there."""
-    if not hidden_states.is_cuda:
-        return grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
-    tokens, top_k = top_k_index.shape
+    if not on_gpu(hidden_states.device):
+        elsewhere: Tensor = grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
+        return elsewhere
+    top_k = top_k_index.shape[1]
     chosen = top_k_index.reshape(-1)
     by = sort_by_expert(chosen, experts.num_experts)
 
     def multiplied(states: Tensor, name: str, divisor: int) -> Tensor:
         weight = getattr(experts, name)
-        product = multiply_by_expert(states.to(weight.dtype), weight, *by, divisor, experts.is_transposed)
+        product: Tensor = multiply_by_expert(states.to(weight.dtype), weight, *by, divisor, experts.is_transposed)
         return product + getattr(experts, f"{name}_bias")[chosen[by[0]]] if experts.has_bias else product
 
     if experts.has_gate:
         inner = experts._apply_gate(multiplied(hidden_states, "gate_up_proj", top_k))
     else:
         inner = experts.act_fn(multiplied(hidden_states, "up_proj", top_k))
-    outputs = multiplied(inner, "down_proj", 0)[by[1]].view(tokens, top_k, -1)
-    return (outputs * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+    added: Tensor = add_by_token(multiplied(inner, "down_proj", 0), top_k_weights, by[1])
+    return added.to(hidden_states.dtype)
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, experts_forward)
@@ -85,6 +87,17 @@ def _(
     transposed: bool,
 ) -> Tensor:
     return states.new_empty(order.shape[0], weight.shape[2 if transposed else 1])
+
+
+@torch.library.custom_op("sidestream::add_by_token", mutates_args=())
+def add_by_token(products: Tensor, weights: Tensor, position: Tensor) -> Tensor:
+    """See `sidestream.ops.experts.add_by_token`."""
+    return ops.add_by_token(products, weights, position)
+
+
+@add_by_token.register_fake
+def _(products: Tensor, weights: Tensor, position: Tensor) -> Tensor:
+    return products.new_empty(weights.shape[0], products.shape[1])
 
 
 @torch.library.custom_op("sidestream::largest_of_rows", mutates_args=())

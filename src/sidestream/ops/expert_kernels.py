@@ -26,21 +26,20 @@ def sort_by_expert(
         before = (theirs[None, :] == mine[:, None]) & (other[None, :] < own[:, None])
         rank += tl.sum(before.to(tl.int32), 1)
     end = tl.cumsum(counts, 0)
-    start = tl.sum(tl.where(experts[None, :] == mine[:, None], (end - counts)[None, :], 0), 1) + rank
+    start = tl.gather(end - counts, tl.minimum(mine, EXPERTS - 1), 0) + rank
     tl.store(position + own, start, mask=own < pairs)
     tl.store(order + start, own, mask=own < pairs)
     if first == 0:
         tl.store(ends + experts, end, mask=experts < EXPERTS)
     # Tile t belongs to the first expert whose tiles end behind t.
-    last_tile = tl.cumsum((counts + ROWS - 1) // ROWS, 0)
+    own_tiles = (counts + ROWS - 1) // ROWS
+    last_tile = tl.cumsum(own_tiles, 0)
     expert = tl.sum((last_tile[None, :] <= own[:, None]).to(tl.int32), 1)
-    here = experts[None, :] == expert[:, None]
-    before_tiles = tl.sum(tl.where(here, (last_tile - (counts + ROWS - 1) // ROWS)[None, :], 0), 1)
-    stop = tl.sum(tl.where(here, end[None, :], 0), 1)
-    begin_row = tl.sum(tl.where(here, (end - counts)[None, :], 0), 1) + (own - before_tiles) * ROWS
+    known = tl.minimum(expert, EXPERTS - 1)
+    begin_row = tl.gather(end - counts, known, 0) + (own - tl.gather(last_tile - own_tiles, known, 0)) * ROWS
     tl.store(tiles + 3 * own, expert, mask=own < most_tiles)
     tl.store(tiles + 3 * own + 1, begin_row, mask=own < most_tiles)
-    tl.store(tiles + 3 * own + 2, tl.minimum(stop, begin_row + ROWS), mask=own < most_tiles)
+    tl.store(tiles + 3 * own + 2, tl.minimum(tl.gather(end, known, 0), begin_row + ROWS), mask=own < most_tiles)
 
 
 @triton.jit
@@ -102,3 +101,19 @@ def largest_of_rows(
         tl.store(values + row * COUNT + place, best.to(values.dtype.element_ty))
         tl.store(indices + row * COUNT + place, index.to(tl.int64))
         left = left & (lane != index)
+
+
+@triton.jit
+def add_by_token(
+    products, weights, position, result, width, weight_stride, TOP: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """The sum of a token's TOP products, each times its weight, for LANES outputs. Grid (tokens, parts of outputs)."""
+    token = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
+    inside = lane < width
+    total = tl.zeros((LANES,), tl.float32)
+    for place in tl.static_range(TOP):
+        row = tl.load(position + token * TOP + place).to(tl.int64)
+        weight = tl.load(weights + token * weight_stride + place).to(tl.float32)
+        total += tl.load(products + row * width + lane, mask=inside, other=0.0).to(tl.float32) * weight
+    tl.store(result + token * width + lane, total.to(result.dtype.element_ty), mask=inside)

@@ -64,12 +64,12 @@ def sort_by_expert(chosen: Tensor, experts: int) -> Sorted:
         return Sorted(order.int(), position, ends, tiles)
     empty = chosen.new_empty
     result = Sorted(*(empty(size, dtype=torch.int32) for size in (pairs, pairs, experts, (pairs, 3))))
-    part = 32
+    part = 16 if pairs <= 16 else 32
+    chunk = min(256, max(16, triton.next_power_of_2(pairs)))
     grid: Any = sort_by_expert[(triton.cdiv(max(pairs, most_tiles), part),)]
     grid(
         chosen, *result, pairs, most_tiles,
-        EXPERTS=experts, PADDED=triton.next_power_of_2(experts), ROWS=rows, PART=part, CHUNK=min(256, max(16, triton.next_power_of_2(pairs))),
-        num_warps=4,
+        EXPERTS=experts, PADDED=triton.next_power_of_2(experts), ROWS=rows, PART=part, CHUNK=chunk, num_warps=4,
     )  # fmt: skip
     return result
 
@@ -96,6 +96,19 @@ def multiply_by_expert(states: Tensor, weight: Tensor, by: Sorted, divisor: int)
         EXPERTS=experts, GATHER=divisor > 0, ROWS=rows, OUTPUTS=per_program, INPUTS=chunk,
         PRECISION="ieee", num_warps=4, num_stages=stages,
     )  # fmt: skip
+    return result
+
+
+def add_by_token(products: Tensor, weights: Tensor, position: Tensor) -> Tensor:
+    """`[T, outputs]`: for each token, the sum of its products, in sorted order, times their `weights` [T, top_k]."""
+    import triton
+
+    from sidestream.ops.expert_kernels import add_by_token
+
+    (tokens, top_k), width = weights.shape, products.shape[1]
+    result, lanes = products.new_empty(tokens, width), 512
+    grid: Any = add_by_token[(tokens, triton.cdiv(width, lanes))]
+    grid(products, weights, position, result, width, weights.stride(0), TOP=top_k, LANES=lanes, num_warps=2)
     return result
 
 
