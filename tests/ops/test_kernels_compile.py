@@ -24,7 +24,7 @@ def test_every_kernel_compiles_for_hopper() -> None:
         *[*["search_threshold", "sum_weights"] * 2, "keep_typical", *["sample_token"] * 2, "penalise", "mask"] * 3,
         "previous_hidden", "keep_hidden",
         "argmax_of_parts", "argmax_of_maxima", "match_ngram", "take_forced",
-        *["sort_by_expert"] * 2, *["multiply_by_expert"] * 4, "add_by_token", "largest_of_rows", *["add_adapters"] * 3,
+        *["sort_by_expert"] * 2, *["multiply_by_expert"] * 5, "add_by_token", "largest_of_rows", *["add_adapters"] * 3,
         *["write"] * 2, *["attend"] * 6, *["combine"] * 2, "gather_contiguous", "gather_contiguous",
         "attend_contiguous", "convolve", "recur", "norm", *["solve", "advance"] * 2,
         *["pack_vectors"] * 3,

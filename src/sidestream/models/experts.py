@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,19 +25,18 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
         elsewhere: Tensor = grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
         return elsewhere
     top_k = top_k_index.shape[1]
-    chosen = top_k_index.reshape(-1)
-    by = sort_by_expert(chosen, experts.num_experts)
+    by = (chosen := top_k_index.reshape(-1), *sort_by_expert(chosen, experts.num_experts))
 
     def multiplied(states: Tensor, name: str, divisor: int) -> Tensor:
-        weight = getattr(experts, name)
-        product: Tensor = multiply_by_expert(states.to(weight.dtype), weight, *by, divisor, experts.is_transposed)
-        return product + getattr(experts, f"{name}_bias")[chosen[by[0]]] if experts.has_bias else product
+        weight, bias = getattr(experts, name), getattr(experts, f"{name}_bias") if experts.has_bias else None
+        product: Tensor = multiply_by_expert(states.to(weight.dtype), weight, bias, by, divisor, experts.is_transposed)
+        return product
 
     if experts.has_gate:
         inner = experts._apply_gate(multiplied(hidden_states, "gate_up_proj", top_k))
     else:
         inner = experts.act_fn(multiplied(hidden_states, "up_proj", top_k))
-    added: Tensor = add_by_token(multiplied(inner, "down_proj", 0), top_k_weights, by[1])
+    added: Tensor = add_by_token(multiplied(inner, "down_proj", 0), top_k_weights, by)
     return added.to(hidden_states.dtype)
 
 
@@ -45,8 +45,8 @@ ALL_EXPERTS_FUNCTIONS.register(EXPERTS, experts_forward)
 
 @torch.library.custom_op("sidestream::sort_by_expert", mutates_args=())
 def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `sidestream.ops.experts.sort_by_expert`."""
-    order, position, ends, tiles = ops.sort_by_expert(chosen, experts)
+    """See `sidestream.ops.experts.sort_by_expert`. Returns the fields after `chosen`."""
+    _, order, position, ends, tiles = ops.sort_by_expert(chosen, experts)
     return order, position, ends, tiles
 
 
@@ -59,44 +59,30 @@ def _(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @torch.library.custom_op("sidestream::multiply_by_expert", mutates_args=())
 def multiply_by_expert(
-    states: Tensor,
-    weight: Tensor,
-    order: Tensor,
-    position: Tensor,
-    ends: Tensor,
-    tiles: Tensor,
-    divisor: int,
-    transposed: bool,
+    states: Tensor, weight: Tensor, bias: Tensor | None, by: Sequence[Tensor], divisor: int, transposed: bool
 ) -> Tensor:
     """See `sidestream.ops.experts.multiply_by_expert`. `weight` is `[experts, outputs, inputs]`, or if it is
     transposed `[experts, inputs, outputs]`.
     """
     of_inputs = weight if transposed else weight.transpose(1, 2)
-    return ops.multiply_by_expert(states, of_inputs, ops.Sorted(order, position, ends, tiles), divisor)
+    return ops.multiply_by_expert(states, of_inputs, bias, ops.Sorted(*by), divisor)
 
 
 @multiply_by_expert.register_fake
 def _(
-    states: Tensor,
-    weight: Tensor,
-    order: Tensor,
-    position: Tensor,
-    ends: Tensor,
-    tiles: Tensor,
-    divisor: int,
-    transposed: bool,
+    states: Tensor, weight: Tensor, bias: Tensor | None, by: Sequence[Tensor], divisor: int, transposed: bool
 ) -> Tensor:
-    return states.new_empty(order.shape[0], weight.shape[2 if transposed else 1])
+    return states.new_empty(by[0].shape[0], weight.shape[2 if transposed else 1])
 
 
 @torch.library.custom_op("sidestream::add_by_token", mutates_args=())
-def add_by_token(products: Tensor, weights: Tensor, position: Tensor) -> Tensor:
+def add_by_token(products: Tensor, weights: Tensor, by: Sequence[Tensor]) -> Tensor:
     """See `sidestream.ops.experts.add_by_token`."""
-    return ops.add_by_token(products, weights, position)
+    return ops.add_by_token(products, weights, ops.Sorted(*by))
 
 
 @add_by_token.register_fake
-def _(products: Tensor, weights: Tensor, position: Tensor) -> Tensor:
+def _(products: Tensor, weights: Tensor, by: Sequence[Tensor]) -> Tensor:
     return products.new_empty(weights.shape[0], products.shape[1])
 
 

@@ -44,25 +44,33 @@ def sort_by_expert(
 
 @triton.jit
 def multiply_by_expert(
-    states, weight, order, tiles, result, divisor, inputs, outputs, state_stride, expert_stride, output_stride,
+    states, weight, bias, order, tiles, result, divisor, inputs, outputs, state_stride, expert_stride, output_stride,
     input_stride,
-    EXPERTS: tl.constexpr, GATHER: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    EXPERTS: tl.constexpr, SORTED: tl.constexpr, GATHER: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Products of up to ROWS sorted pairs of one expert with OUTPUTS outputs of its weight. If GATHER, the states of
-    pair i are those of row `order[i] // divisor`, else those of row i. Grid (parts of the outputs, tiles).
+    pair i are those of row `order[i] // divisor`, else those of row i. If not SORTED, each pair is a tile, and `tiles`
+    has its expert. Grid (parts of the outputs, tiles).
     """
     tile = tl.program_id(1)
-    expert = tl.load(tiles + 3 * tile)
-    if expert >= EXPERTS:
-        return
-    begin = tl.load(tiles + 3 * tile + 1)
-    stop = tl.load(tiles + 3 * tile + 2)
+    begin = tile
+    stop = tile + 1
+    if SORTED:
+        expert = tl.load(tiles + 3 * tile)
+        if expert >= EXPERTS:
+            return
+        begin = tl.load(tiles + 3 * tile + 1)
+        stop = tl.load(tiles + 3 * tile + 2)
+    else:
+        expert = tl.load(tiles + tile)
     pair = begin + tl.arange(0, ROWS)
     here = pair < stop
     row = pair
     if GATHER:
-        row = tl.load(order + pair, mask=here, other=0) // divisor
+        if SORTED:
+            row = tl.load(order + pair, mask=here, other=0)
+        row = row // divisor
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     inside = output < outputs
     column = tl.arange(0, INPUTS)
@@ -77,6 +85,9 @@ def multiply_by_expert(
             weight_at + at.to(tl.int64)[:, None] * input_stride, mask=inside[None, :] & there[:, None], other=0.0
         )
         total = tl.dot(value, part, total, input_precision=PRECISION)
+    if BIAS:
+        added = tl.load(bias + expert.to(tl.int64) * outputs + output, mask=inside, other=0.0)
+        total += added.to(tl.float32)[None, :]
     tl.store(
         result + pair.to(tl.int64)[:, None] * outputs + output[None, :],
         total.to(result.dtype.element_ty), mask=here[:, None] & inside[None, :],
@@ -105,7 +116,8 @@ def largest_of_rows(
 
 @triton.jit
 def add_by_token(
-    products, weights, position, result, width, weight_stride, TOP: tl.constexpr, LANES: tl.constexpr
+    products, weights, position, result, width, weight_stride,
+    SORTED: tl.constexpr, TOP: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """The sum of a token's TOP products, each times its weight, for LANES outputs. Grid (tokens, parts of outputs)."""
     token = tl.program_id(0).to(tl.int64)
@@ -113,7 +125,9 @@ def add_by_token(
     inside = lane < width
     total = tl.zeros((LANES,), tl.float32)
     for place in tl.static_range(TOP):
-        row = tl.load(position + token * TOP + place).to(tl.int64)
+        row = token * TOP + place
+        if SORTED:
+            row = tl.load(position + row).to(tl.int64)
         weight = tl.load(weights + token * weight_stride + place).to(tl.float32)
         total += tl.load(products + row * width + lane, mask=inside, other=0.0).to(tl.float32) * weight
     tl.store(result + token * width + lane, total.to(result.dtype.element_ty), mask=inside)

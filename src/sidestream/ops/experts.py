@@ -17,8 +17,10 @@ MOST_SCORES, MOST_LARGEST = 1024, 32
 
 
 class Sorted(NamedTuple):
-    """The pairs of a token and one of its experts, sorted by expert; pair `p` is that of token `p // top_k`.
+    """The pairs of a token and one of its experts, sorted by expert; pair `p` is that of token `p // top_k`. If there
+    are few pairs, each stays at its place and is a tile of its own, and nothing but `chosen` is written.
 
+    chosen    int64 [P]: the expert of each pair
     order     int32 [P]: the pair at each position
     position  int32 [P]: the position of each pair
     ends      int32 [experts]: number of pairs of each expert and of those before it
@@ -26,6 +28,7 @@ class Sorted(NamedTuple):
               have an expert number that is too large, and those behind it are not written
     """
 
+    chosen: Tensor
     order: Tensor
     position: Tensor
     ends: Tensor
@@ -36,6 +39,11 @@ def _tiling(pairs: int, experts: int) -> tuple[int, int]:
     """Most pairs of a tile, about as many as an expert has, and most tiles."""
     rows = _FEW_ROWS if pairs <= _FEW_ROWS * experts else 32 if pairs <= 32 * experts else 64
     return rows, min(pairs, experts + pairs // rows)
+
+
+def _few(pairs: int, experts: int) -> bool:
+    """Whether so few pairs rarely have an expert in common, so that sorting them takes longer than it saves."""
+    return 4 * pairs <= experts
 
 
 def sort_by_expert(chosen: Tensor, experts: int) -> Sorted:
@@ -61,22 +69,25 @@ def sort_by_expert(chosen: Tensor, experts: int) -> Sorted:
         stop = torch.minimum(first + rows, ends[own])
         tiles = torch.empty(pairs, 3, dtype=torch.int32, device=chosen.device)
         tiles[:most_tiles] = torch.stack((expert, first, stop), 1)
-        return Sorted(order.int(), position, ends, tiles)
+        return Sorted(chosen, order.int(), position, ends, tiles)
     empty = chosen.new_empty
-    result = Sorted(*(empty(size, dtype=torch.int32) for size in (pairs, pairs, experts, (pairs, 3))))
+    result = Sorted(chosen, *(empty(size, dtype=torch.int32) for size in (pairs, pairs, experts, (pairs, 3))))
+    if _few(pairs, experts):
+        return result
     part = 16 if pairs <= 16 else 32
     chunk = min(256, max(16, triton.next_power_of_2(pairs)))
     grid: Any = sort_by_expert[(triton.cdiv(max(pairs, most_tiles), part),)]
     grid(
-        chosen, *result, pairs, most_tiles,
+        *result, pairs, most_tiles,
         EXPERTS=experts, PADDED=triton.next_power_of_2(experts), ROWS=rows, PART=part, CHUNK=chunk, num_warps=4,
     )  # fmt: skip
     return result
 
 
-def multiply_by_expert(states: Tensor, weight: Tensor, by: Sorted, divisor: int) -> Tensor:
+def multiply_by_expert(states: Tensor, weight: Tensor, bias: Tensor | None, by: Sorted, divisor: int) -> Tensor:
     """`[P, outputs]`: the product of each sorted pair's states with the weight `[experts, inputs, outputs]` of its
-    expert. The states of pair `p` are row `p // divisor` of `states`; divisor 0: `states` are in sorted order.
+    expert, plus the bias `[experts, outputs]`. The states of pair `p` are row `p // divisor` of `states`; divisor 0:
+    `states` are in sorted order.
     """
     import triton
 
@@ -85,21 +96,23 @@ def multiply_by_expert(states: Tensor, weight: Tensor, by: Sorted, divisor: int)
     pairs, (experts, inputs, outputs) = len(by.order), weight.shape
     if weight.dtype == torch.bfloat16 and pairs >= _GROUPED_ROWS * experts:
         own = states[by.order // divisor] if divisor else states
-        return torch._grouped_mm(own, weight, offs=by.ends)
+        product = torch._grouped_mm(own, weight, offs=by.ends)
+        return product if bias is None else product + bias[by.chosen[by.order]]
     result = states.new_empty(pairs, outputs)
     rows, most_tiles = _tiling(pairs, experts)
     per_program, chunk, stages = (64, 128, 3) if rows == _FEW_ROWS else (128, 64, 4)
+    few = _few(pairs, experts)
     grid: Any = multiply_by_expert[(triton.cdiv(outputs, per_program), most_tiles)]
     grid(
-        states, weight, by.order, by.tiles, result, divisor or 1, inputs, outputs, states.stride(0), weight.stride(0),
-        weight.stride(2), weight.stride(1),
-        EXPERTS=experts, GATHER=divisor > 0, ROWS=rows, OUTPUTS=per_program, INPUTS=chunk,
-        PRECISION="ieee", num_warps=4, num_stages=stages,
+        states, weight, weight if bias is None else bias, by.order, by.chosen if few else by.tiles, result,
+        divisor or 1, inputs, outputs, states.stride(0), weight.stride(0), weight.stride(2), weight.stride(1),
+        EXPERTS=experts, SORTED=not few, GATHER=divisor > 0, BIAS=bias is not None, ROWS=rows, OUTPUTS=per_program,
+        INPUTS=chunk, PRECISION="ieee", num_warps=4, num_stages=stages,
     )  # fmt: skip
     return result
 
 
-def add_by_token(products: Tensor, weights: Tensor, position: Tensor) -> Tensor:
+def add_by_token(products: Tensor, weights: Tensor, by: Sorted) -> Tensor:
     """`[T, outputs]`: for each token, the sum of its products, in sorted order, times their `weights` [T, top_k]."""
     import triton
 
@@ -108,7 +121,11 @@ def add_by_token(products: Tensor, weights: Tensor, position: Tensor) -> Tensor:
     (tokens, top_k), width = weights.shape, products.shape[1]
     result, lanes = products.new_empty(tokens, width), 512
     grid: Any = add_by_token[(tokens, triton.cdiv(width, lanes))]
-    grid(products, weights, position, result, width, weights.stride(0), TOP=top_k, LANES=lanes, num_warps=2)
+    few = _few(len(products), len(by.ends))
+    grid(
+        products, weights, by.position, result, width, weights.stride(0),
+        SORTED=not few, TOP=top_k, LANES=lanes, num_warps=2,
+    )  # fmt: skip
     return result
 
 
