@@ -35,6 +35,7 @@ def _interpret() -> None:
         import sidestream.attention.triton.kernels
         import sidestream.ops.adapter_kernels
         import sidestream.ops.draft_kernels
+        import sidestream.ops.expert_kernels
         import sidestream.ops.step_kernels  # noqa: F401
         import sidestream_kv.device.cuda.kernels
         import sidestream_kv.device.cuda.peer_kernels  # noqa: F401

@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 from sidestream.attention.triton import gated_delta_chunks as chunks
 from sidestream.attention.triton import gated_delta_kernels as gated_delta
 from sidestream.attention.triton import kernels as attention
-from sidestream.ops import adapter_kernels, draft_kernels, step_kernels
+from sidestream.ops import adapter_kernels, draft_kernels, expert_kernels, step_kernels
 from sidestream_kv.device.cuda import kernels as copies
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -81,6 +81,23 @@ compiled(draft_kernels.argmax_of_parts, BF16, "*fp32", INT, *["i32"] * 3)
 compiled(draft_kernels.argmax_of_maxima, "*fp32", INT, LONG, "*u8", "i32")
 compiled(draft_kernels.match_ngram, INT, LONG, LONG, LONG, *["i32"] * 5)
 compiled(draft_kernels.take_forced, LONG, LONG, INT, LONG, LONG, *["i32"] * 4)
+for experts in (32, 129):
+    compiled(
+        expert_kernels.sort_by_expert, LONG, *[INT] * 4, "i32", "i32",
+        EXPERTS=experts, PADDED=256 if experts > 32 else 32, ROWS=16, PART=32, CHUNK=256,
+    )  # fmt: skip
+for dtype, rows in ((BF16, 16), (BF16, 64), (FLOAT, 16), (FLOAT, 64)):
+    outputs, inputs, stages = (64, 128, 3) if rows == 16 else (128, 64, 4)
+    compiled(
+        expert_kernels.multiply_by_expert, *[dtype] * 3, INT, INT, dtype, *["i32"] * 7, stages=stages,
+        EXPERTS=128, SORTED=True, GATHER=True, BIAS=True, ROWS=rows, OUTPUTS=outputs, INPUTS=inputs, PRECISION="ieee",
+    )  # fmt: skip
+compiled(
+    expert_kernels.multiply_by_expert, BF16, BF16, BF16, INT, LONG, BF16, *["i32"] * 7,
+    EXPERTS=128, SORTED=False, GATHER=True, BIAS=False, ROWS=16, OUTPUTS=64, INPUTS=128, PRECISION="ieee",
+)  # fmt: skip
+compiled(expert_kernels.add_by_token, BF16, FLOAT, INT, BF16, "i32", "i32", SORTED=True, TOP=8, LANES=512, warps=2)
+compiled(expert_kernels.largest_of_rows, FLOAT, FLOAT, LONG, "i32", "i32", COUNT=8, WIDTH=128, warps=1)
 for dtype, tokens, outputs in ((BF16, 32, 32), (BF16, 64, 64), (FLOAT, 64, 64)):
     compiled(
         adapter_kernels.add_adapters, *[dtype] * 4, *["i32"] * 5,

@@ -23,6 +23,7 @@ from transformers import AttentionInterface
 
 from sidestream.models import adapter
 from sidestream.models.adapter import PagedModel
+from sidestream.models.experts import EXPERTS, MOST_LARGEST, MOST_SCORES
 from sidestream.models.joined import join_adapted, join_projections
 from sidestream.models.lora import AdaptedLinear
 from sidestream.models.mtp import MtpHead
@@ -80,6 +81,7 @@ def compile_layers(model: PagedModel | MtpHead, *, backend: str | Callable[..., 
     rotate_in_attention(_module(model), model.served if isinstance(model, MtpHead) else model.module)
     AttentionInterface.register(_OUTSIDE, torch.compiler.disable(adapter.paged_attention_hook))  # type: ignore[no-untyped-call]
     _module(model).config._attn_implementation = _OUTSIDE
+    _use_experts(model, EXPERTS)
     options: Any = {"joint_custom_pre_pass": _MERGE_PRODUCTS} if backend == "inductor" else None
     how = {"dynamic": True, "backend": backend, "options": options}
     rotary = None if isinstance(model, MtpHead) else getattr(model.module.base_model, "rotary_emb", None)
@@ -98,6 +100,13 @@ def decompile(model: PagedModel | MtpHead) -> None:
     _as_written((*decoder_layers(model), *_around(model)))
     vars(model).pop("joined", None)
     _module(model).config._attn_implementation = adapter.PAGED
+
+
+def _use_experts(model: PagedModel | MtpHead, implementation: str) -> None:
+    """Let all modules of experts for which transformers has several implementations use this one."""
+    for part in _module(model).modules():
+        if hasattr(part, "_apply_gate") and hasattr(part, "is_transposed"):
+            part.config._experts_implementation = implementation
 
 
 def _compiled(
@@ -192,7 +201,8 @@ def _module(model: PagedModel | MtpHead) -> Any:
 class _MergeProducts(CustomGraphPass):
     """A graph pass that merges equal matrix products, and what rounds their inputs. torch's own pass does not merge a
     product if the graph returns a view of it. This pass also turns the product of a column and a row (positions times
-    frequencies) into an elementwise multiplication, which needs no separate kernel launch.
+    frequencies) into an elementwise multiplication, which needs no separate kernel launch. On a GPU, it lets one kernel
+    find the largest of few scores, which torch selects in one kernel and sorts in another one.
     """
 
     def __call__(self, graph: torch.fx.Graph) -> None:
@@ -216,6 +226,8 @@ class _MergeProducts(CustomGraphPass):
         )
         pure = {op.default for op in (*products, *views, *rounding, torch.ops.prims.convert_element_type)}
         pure |= {aten.div.Tensor, aten.mul.Tensor, torch.ops.sidestream.add_adapters.default}
+        for node in graph.find_nodes(op="call_function", target=aten.topk.default):
+            _replace_topk(node)
         first: dict[tuple[Any, ...], torch.fx.Node] = {}
         for node in list(graph.nodes):
             if node.op != "call_function" or node.target not in pure:
@@ -228,6 +240,23 @@ class _MergeProducts(CustomGraphPass):
     def uuid(self) -> Any:
         """Key of this pass in the cache of compiled graphs."""
         return get_hash_for_files((str(Path(__file__)),))
+
+
+def _replace_topk(node: torch.fx.Node) -> None:
+    scores, count, *others = node.args
+    meta = scores.meta["val"]  # type: ignore[union-attr]
+    last, largest = (*others, -1, True)[:2] if others else (-1, True)
+    if (
+        meta.is_cuda
+        and meta.is_floating_point()
+        and last in (-1, meta.dim() - 1)
+        and largest is True
+        and isinstance(meta.shape[-1], int)
+        and meta.shape[-1] <= MOST_SCORES
+        and isinstance(count, int)
+        and count <= MOST_LARGEST
+    ):
+        node.target, node.args, node.kwargs = torch.ops.sidestream.largest_of_rows.default, (scores, count), {}
 
 
 # All compilations share one instance, because its identity is part of the key of the compile cache.

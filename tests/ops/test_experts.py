@@ -1,0 +1,150 @@
+"""Kernels of experts against torch's operations. On a GPU if there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GptOssConfig, NemotronHConfig, Qwen3MoeConfig
+from transformers.integrations.moe import grouped_mm_experts_forward
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from sidestream.models import experts as models
+from sidestream.models.compiled import _MERGE_PRODUCTS
+
+pytest.importorskip(
+    "triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra"
+)
+
+from sidestream.ops import experts as ops
+
+HERE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if HERE == "cuda" else []
+GATED = {"hidden_size": 48, "moe_intermediate_size": 40}
+MODULES = [
+    (Qwen3MoeExperts, Qwen3MoeConfig(num_experts=8, **GATED)),
+    (GptOssExperts, GptOssConfig(hidden_size=48, intermediate_size=40, num_local_experts=8)),
+    (NemotronHExperts, NemotronHConfig(n_routed_experts=8, **GATED)),
+]
+
+
+def random_choice(tokens: int, experts: int, top_k: int) -> tuple[Tensor, Tensor]:
+    return torch.rand(tokens, experts, device=HERE).topk(top_k)
+
+
+def module(kind: int, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(kind)
+    kind_of_module, config = MODULES[kind]
+    made: nn.Module = kind_of_module(config).to(HERE, dtype).requires_grad_(False)
+    for part in made.parameters():
+        nn.init.normal_(part, std=0.1)
+    return made
+
+
+@pytest.mark.parametrize("by_kernel", [True, False])
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(2, 16, 4), (10, 16, 4), (75, 12, 4), (500, 7, 2)])
+def test_pairs_are_sorted_by_expert_and_each_lies_in_one_tile(
+    tokens: int, experts: int, top_k: int, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not by_kernel:
+        monkeypatch.setattr(ops, "_MOST_SORTED", 0)
+    chosen = random_choice(tokens, experts, top_k)[1].reshape(-1)
+    by = ops.sort_by_expert(chosen, experts)
+    values, order = chosen.sort(stable=True)
+    assert by.order.tolist() == order.tolist()
+    assert by.position[order].tolist() == [*range(len(chosen))]
+    assert by.ends.tolist() == chosen.bincount(minlength=experts).cumsum(0).tolist()
+    most_rows, most_tiles = ops._tiling(len(chosen), experts)
+    tiles = [tile for tile in by.tiles[:most_tiles].tolist() if tile[0] < experts]
+    assert [place for _, first, stop in tiles for place in range(first, stop)] == [*range(len(chosen))]
+    assert all(0 < stop - first <= most_rows for _, first, stop in tiles)
+    assert all(values[place] == expert for expert, first, stop in tiles for place in range(first, stop))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 20, 150])
+@pytest.mark.parametrize("kind", range(len(MODULES)))
+def test_experts_compute_what_those_of_transformers_compute(
+    kind: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "on_gpu", lambda device: True)
+    experts, states = module(kind), torch.randn(tokens, 48, device=HERE)
+    weights, chosen = random_choice(tokens, 8, 2)
+    expected = grouped_mm_experts_forward(experts, states, chosen, weights)
+    torch.testing.assert_close(models.experts_forward(experts, states, chosen, weights), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", range(len(MODULES)))
+def test_one_compilation_of_experts_serves_all_numbers_of_tokens(kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "on_gpu", lambda device: True)
+    experts, graphs = module(kind), []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(models.experts_forward, backend=backend, dynamic=True)
+    for tokens in (3, 20, 150):
+        weights, chosen = random_choice(tokens, 8, 2)
+        states = torch.randn(tokens, 48, device=HERE)
+        torch.testing.assert_close(
+            compiled(experts, states, chosen, weights), models.experts_forward(experts, states, chosen, weights)
+        )
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_largest_scores_come_in_order_and_infinite_ones_never_twice(dtype: torch.dtype) -> None:
+    scores = torch.randn(5, 3, 20, device=HERE).to(dtype)
+    scores[0, 0] = float("-inf")
+    scores[1, 1, 3] = float("nan")
+    scores[2, 2] = 1.0
+    values, indices = ops.largest_of_rows(scores, 4)
+    expected = scores.float().where(scores == scores, float("inf")).sort(dim=-1, descending=True, stable=True)
+    assert values.float().tolist() == expected.values[..., :4].tolist()
+    assert indices.tolist() == expected.indices[..., :4].tolist()
+
+
+@pytest.mark.parametrize(
+    ("width", "arguments", "replaced"),
+    [
+        (64, (4,), True),
+        (64, (4, 1, True, True), True),
+        (64, (4, 0), False),
+        (64, (4, 1, False), False),
+        (2048, (4,), False),
+        (64, (40,), False),
+    ],
+)
+def test_compiled_code_finds_few_largest_scores_by_one_kernel(
+    width: int, arguments: tuple[Any, ...], replaced: bool
+) -> None:
+    graph = torch.fx.Graph()
+    scores = graph.placeholder("scores")
+    scores.meta["val"] = SimpleNamespace(shape=(3, width), is_cuda=True, is_floating_point=lambda: True, dim=lambda: 2)
+    found = graph.call_function(torch.ops.aten.topk.default, (scores, *arguments))
+    graph.output(found)
+    _MERGE_PRODUCTS(graph)
+    assert (found.target is torch.ops.sidestream.largest_of_rows.default) == replaced
+    assert len(found.args) == (2 if replaced else 1 + len(arguments))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(HERE == "cpu", reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("tokens", [1, 40, 2000])
+@pytest.mark.parametrize("kind", range(len(MODULES)))
+def test_captured_experts_in_bfloat16_are_near_those_in_float32(kind: int, tokens: int) -> None:
+    experts, whole = module(kind, torch.bfloat16), module(kind)
+    states = torch.randn(tokens, 48, device=HERE, dtype=torch.bfloat16)
+    weights, chosen = random_choice(tokens, 8, 2)
+    models.experts_forward(experts, states, chosen, weights)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = models.experts_forward(experts, states, chosen, weights)
+    graph.replay()
+    expected = grouped_mm_experts_forward(whole, states.float(), chosen, weights)
+    torch.testing.assert_close(result.float(), expected, atol=0.03, rtol=0.03)
