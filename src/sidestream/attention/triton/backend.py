@@ -6,7 +6,7 @@ A row is one request's part of a batch. A split is a part of a row's KV that one
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -63,10 +63,10 @@ class TritonAttention:
             dtype=spec.dtype,
             device=spec.device,
         )
-        if contiguous is not None:
-            found = flash.find(spec.heads, contiguous.keys, contiguous.values)
-            contiguous = replace(contiguous, flash=found)
-        return cls(workspace, contiguous)
+        if contiguous is None:
+            return cls(workspace)
+        found = flash.find(spec.heads, contiguous.keys, contiguous.values)
+        return cls(workspace, ContiguousKV(contiguous.keys, contiguous.values, contiguous.tile, found))
 
     @property
     def table_dtype(self) -> torch.dtype:

@@ -467,8 +467,8 @@ def attend_contiguous(
     BLOCK_N: tl.constexpr,
 ):
     """Computes a tile of queries of the row of which `done` counts queries, in one pass over the contiguous KV from
-    `gather_contiguous`. At most one row has more than half of all tokens. TMA loads whole tiles. Sums have the same terms in the same order as in `attend`. Grid
-    (kv_heads, tiles).
+    `gather_contiguous`. There is at most one such row. TMA loads whole tiles. Sums have the same terms in the same
+    order as in `attend`. Grid (kv_heads, tiles).
     """
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
     row = -1

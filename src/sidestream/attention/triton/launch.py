@@ -86,15 +86,15 @@ def paged_attention(
 
     query [T, heads, head_dim] · key, value [T, kv_heads, head_dim], in the pool's dtype, last dimension dense. heads is
     a multiple of kv_heads; query head h reads kv head h // (heads / kv_heads). A query at position p sees positions `(p
-    - sliding_window, p]`. For the other options, see `Attended.attend`. scale is positive. Enqueues two to seven
+    - sliding_window, p]`. For the other options, see `Attended.attend`. scale is positive. Enqueues two to eight
     kernels on the current stream and reads nothing back, so a CUDA graph may capture the call. Sums are float32;
     float32 inputs are multiplied in float32, never in TF32.
 
     The exact bits of a query token's result depend on: the query, its position, its row's KV, the options and tiles,
-    whether FlashAttention-3 computes its row (so on the sizes of the step, if its wheel is installed), and whether its
-    row is reduced in splits (if so, also on the tokens per split and on whether the row counts as short). They do not depend on the row's other queries, on other rows, on the order of rows, B, T, the width of the
-    block tables, the location of blocks, or on eager or captured launch. So the result of the same row differs by
-    rounding between splits and one pass, and between two tile shapes.
+    whether FlashAttention-3 computes its row (if installed: by T and the KV of earlier rows), and whether its row is
+    reduced in splits (if so, also on the tokens per split and on whether the row counts as short). They do not depend
+    otherwise on the row's other queries, on other rows, on the order of rows, B, T, the width of the block tables, the
+    location of blocks, or on eager or captured launch. So the same row's results differ by rounding.
 
     If the pool holds latents: query [T, heads, latent_dim + rotated_dim] · key, the latents [T, 1, latent_dim] · value,
     the rotated keys [T, 1, rotated_dim]; returns sums of latents, `[T, heads, latent_dim]`.
@@ -126,7 +126,8 @@ def paged_attention(
         _kernels().attend[grid](
             query, pool, out, out if sinks is None else sinks, out if slopes is None else slopes, *parts[:3],
             batch.block_tables, batch.cu_seqlens_q, batch.kv_lens, batch.block_tables if done is None else done,
-            rows.start, rows.stop, int(done is not None), parts[3], sliding_window or 0, cap_scale, exponent, batch.block_tables.stride(0), *query.stride()[:2], *pool_strides,
+            rows.start, rows.stop, int(done is not None), parts[3], sliding_window or 0, cap_scale, exponent,
+            batch.block_tables.stride(0), *query.stride()[:2], *pool_strides,
             SPLIT_TOKENS=workspace.tokens if workspace else 0,
             NARROW_SPLITS=workspace.narrow_splits if workspace else 0, WIDE_TOKENS=wide_tokens,
             WINDOW=_window_kind(sliding_window), CAPPED=softcap is not None, SINKS=sinks is not None,
