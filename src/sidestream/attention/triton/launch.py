@@ -81,8 +81,7 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Write the batch's keys and values into the pool, then attend; returns `[T, heads, head_dim]`, contiguous, zeros
-    for padding.
+    """Write the batch's keys and values, then attend; returns `[T, heads, head_dim]`, dense, with zeros for padding.
 
     query [T, heads, head_dim] · key, value [T, kv_heads, head_dim], in the pool's dtype, last dimension dense. heads is
     a multiple of kv_heads; query head h reads kv head h // (heads / kv_heads). A query at position p sees positions `(p
