@@ -32,7 +32,6 @@ from sidestream.attention.interface import AttentionSpec
 from sidestream.attention.triton import (
     LONG_TOKENS,
     ContiguousKV,
-    SplitKVWorkspace,
     TritonAttention,
     flash,
     launch,
@@ -277,7 +276,8 @@ def with_wheel() -> ContiguousKV:
 def assert_near(rows: list[Row], ours: tuple[torch.Tensor, ...], given: tuple[torch.Tensor, ...]) -> None:
     """Short rows beside the formula, long ones beside the Triton kernels, which other tests hold beside the formula."""
     for row, mine, theirs in zip(rows, ours, given, strict=False):
-        torch.testing.assert_close(mine.float(), theirs.float(), atol=1e-2, rtol=1.6e-2)
+        error = (mine.float() - theirs.float()).norm(dim=-1) / mine.float().norm(dim=-1)
+        assert error.max() < 0.02  # both round the weights and the result to 2**-8
         if len(row.key) <= 1024:
             assert_right([row], [theirs], Options())
 
@@ -308,8 +308,7 @@ def test_a_captured_step_serves_smaller_steps_with_the_bits_of_eager_ones(with_w
     bound, tokens = 8, 4096
     rows = make_rows([(512, 512 + 700 * index) for index in range(bound)], BIG)
     pool = pool_for(rows, BIG, Options())
-    workspace = SplitKVWorkspace.allocate(query_tokens=1, kv_tokens=6000, heads=32, head_dim=128, device=DEVICE)
-    batch = replace(make_batch(pool, rows, BIG, Launch(tiles=None), workspace), contiguous=with_wheel)
+    batch = replace(make_batch(pool, rows, BIG, Launch(tiles=None)), contiguous=with_wheel)
     inputs = packed(rows, 0, BIG)
     paged_attention(*inputs, LAYER, batch, scale=128**-0.5)
     graph = torch.cuda.CUDAGraph()
@@ -319,7 +318,7 @@ def test_a_captured_step_serves_smaller_steps_with_the_bits_of_eager_ones(with_w
     for here in (rows, rows[5:2:-1], rows[:1], [rows[7].last(100), rows[1].last(13)]):
         total = sum(len(row.query) for row in here)
         padding = Launch(padded_rows=bound - len(here), padded_tokens=tokens - total, tiles=None)
-        now = make_batch(pool, here, BIG, padding, workspace)
+        now = make_batch(pool, here, BIG, padding)
         for name in ("slot_mapping", "cu_seqlens_q", "kv_lens"):
             getattr(batch, name).copy_(getattr(now, name))
         batch.block_tables.zero_()
