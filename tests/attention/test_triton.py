@@ -118,7 +118,7 @@ def test_a_long_chunk_has_the_same_bits_over_contiguous_kv_in_every_batch(
     assert not got[-1].any()
     long = max(rows, key=lambda row: len(row.query))
     for part, kv in ((contiguous.keys, long.key), (contiguous.values, long.value)):
-        end = -(-len(kv) // 64) * 64
+        end = -(-len(kv) // 128) * 128
         assert torch.equal(part[:, : len(kv)], kv.transpose(0, 1))
         assert not part[:, len(kv) : end].any()
         assert part[:, end:].isnan().all()
@@ -148,8 +148,8 @@ def test_rows_longer_than_the_contiguous_buffer_are_refused() -> None:
     contiguous = ContiguousKV.allocate(
         kv_heads=2, head_dim=64, kv_tokens=60, dtype=shape.dtype, device=torch.device(DEVICE)
     )
-    rows = make_rows([(9, 70)], shape)
-    with pytest.raises(InvariantError, match="rows of up to 80 tokens, laid out contiguously: there is room for 64"):
+    rows = make_rows([(9, 140)], shape)
+    with pytest.raises(InvariantError, match="rows of up to 144 tokens, laid out contiguously: there is room for 128"):
         attend(rows, shape, contiguous=contiguous)
     assert (
         ContiguousKV.allocate(kv_heads=2, head_dim=96, kv_tokens=60, dtype=torch.float16, device=torch.device(DEVICE))

@@ -119,23 +119,24 @@ for size, normed in ((128, True), (80, False)):
     )  # fmt: skip
 for split, wide, lines, keys, warps in ((0, 0, 128, 64, 8), (256, 256, 16, 32, 2), (256, 512, 64, 32, 4)):
     compiled(
-        attention.attend, *[BF16] * 4, *[FLOAT] * 4, INT, LONG, LONG, *["i32"] * 5, "fp32", "fp32", *["i32"] * 7,
+        attention.attend, *[BF16] * 4, *[FLOAT] * 4, INT, LONG, LONG, INT, *["i32"] * 5, "fp32", "fp32", *["i32"] * 7,
         warps=warps, overlap=True, SPLIT_TOKENS=split, NARROW_SPLITS=16, WIDE_TOKENS=wide, WINDOW=True, CAPPED=True,
         SINKS=True, ALIBI=lines > 16, GROUP=4, PADDED_DIM=128, ROTATED_DIM=0, PADDED_ROTATED=16, BLOCK_TOKENS=16,
         BLOCK_M=lines,
         BLOCK_N=keys, OVERLAP=True, **heads,
     )  # fmt: skip
 # GLM-4.7-Flash's 20 heads, and 64 of DeepSeek-V3's 128.
-for split, wide, groups, group, lines, warps in (
-    (0, 0, 1, 20, 64, 8),
-    (128, 128, 1, 20, 32, 8),
-    (128, 256, 2, 64, 64, 8),
+for split, wide, groups, group, lines, keys in (
+    (0, 0, 1, 20, 64, 32),
+    (128, 128, 1, 20, 32, 64),
+    (128, 128, 2, 64, 64, 64),
+    (128, 256, 2, 64, 64, 32),
 ):
     compiled(
-        attention.attend, *[BF16] * 4, *[FLOAT] * 4, INT, LONG, LONG, *["i32"] * 5, "fp32", "fp32", *["i32"] * 7,
-        warps=warps, stages=2, overlap=True, SPLIT_TOKENS=split, NARROW_SPLITS=16, WIDE_TOKENS=wide, WINDOW=False,
+        attention.attend, *[BF16] * 4, *[FLOAT] * 4, INT, LONG, LONG, INT, *["i32"] * 5, "fp32", "fp32", *["i32"] * 7,
+        warps=8, stages=2, overlap=True, SPLIT_TOKENS=split, NARROW_SPLITS=16, WIDE_TOKENS=wide, WINDOW=False,
         CAPPED=False, SINKS=False, ALIBI=False, KV_HEADS=groups, GROUP=group, HEAD_DIM=512, PADDED_DIM=512,
-        ROTATED_DIM=64, PADDED_ROTATED=64, BLOCK_TOKENS=16, BLOCK_M=lines, BLOCK_N=32, OVERLAP=True,
+        ROTATED_DIM=64, PADDED_ROTATED=64, BLOCK_TOKENS=16, BLOCK_M=lines, BLOCK_N=keys, OVERLAP=True,
     )  # fmt: skip
 for size in (128, 512):
     compiled(
@@ -145,8 +146,8 @@ for size in (128, 512):
     )  # fmt: skip
 for size in (16, 48):
     compiled(
-        attention.gather_contiguous, *[BF16] * 3, INT, LONG, LONG, *["i32"] * 9,
-        HEAD_DIM=128, BLOCK_TOKENS=size, BLOCK_N=64,
+        attention.gather_contiguous, *[BF16] * 3, INT, INT, LONG, LONG, *["i32"] * 9,
+        HEAD_DIM=128, BLOCK_TOKENS=size, BLOCK_N=64, ROW_MULTIPLE=128,
     )  # fmt: skip
 tile = "tensordesc<bf16[64, 128]>"
 compiled(
@@ -156,9 +157,10 @@ compiled(
     tile,
     BF16,
     BF16,
+    INT,
     LONG,
     LONG,
-    *["i32"] * 4,
+    *["i32"] * 3,
     "fp32",
     "i32",
     "i32",

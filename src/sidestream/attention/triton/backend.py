@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from sidestream.attention.interface import AttentionSpec, BatchRows
+from sidestream.attention.triton import flash
 from sidestream.attention.triton.launch import DeviceBatch
 from sidestream.attention.triton.workspace import LONG_TOKENS, ContiguousKV, SplitKVWorkspace
 from sidestream_kv.device.kinds import on_gpu
@@ -22,7 +23,8 @@ class TritonAttention:
     other rows in one pass. The exact bits of a row's result depend on this choice.
 
     workspace    memory for the partial results of splits
-    contiguous   memory for a contiguous copy of a long chunk's KV; None: every row's KV is read from its blocks
+    contiguous   memory for a contiguous copy of chunks' KV, with FlashAttention-3 if it is installed; None: every
+                 row's KV is read from its blocks
     """
 
     workspace: SplitKVWorkspace
@@ -61,7 +63,10 @@ class TritonAttention:
             dtype=spec.dtype,
             device=spec.device,
         )
-        return cls(workspace, contiguous)
+        if contiguous is None:
+            return cls(workspace)
+        found = flash.find(spec.heads, contiguous.keys, contiguous.values)
+        return cls(workspace, ContiguousKV(contiguous.keys, contiguous.values, contiguous.tile, found))
 
     @property
     def table_dtype(self) -> torch.dtype:

@@ -40,7 +40,7 @@ class BatchLocation:
                     with more queries at a time. The KV of all later rows is reduced in one pass
     short_queries   largest number of query tokens in one of the short chunks
     workspace       memory for the partial results of splits; required if rows are reduced in splits
-    contiguous      memory for a contiguous copy of a long chunk's KV; None: every row's KV is read from its blocks
+    contiguous      memory for a contiguous copy of chunks' KV; None: every row's KV is read from its blocks
     tiles           tile shapes of the kernels; None: Tiles.default
     before_layer    called with i before layer i of the pool is written or read
 

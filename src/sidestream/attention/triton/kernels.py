@@ -1,5 +1,5 @@
 """The Triton kernels of paged attention. They write keys and values, attend in one pass or in splits, and combine the
-splits. For a long chunk, they copy its KV to contiguous memory and attend over the copy. Launched by `launch` only.
+splits. For long chunks, they copy KV to contiguous memory and attend over the copy. Launched by `launch` only.
 
 A row is one request's part of the batch. A split is a part of a row's KV that one program reduces, as in FlashDecoding.
 The host does no planning. Each program finds its row and its query tokens from the batch's metadata on the device, so a
@@ -484,18 +484,6 @@ def _rotated_queries(
     return rotated
 
 
-@triton.jit
-def _long_row(cu_seqlens_q, first_row, num_rows, long_above):
-    """The row with more than `long_above` tokens (half of the step's tokens); -1: no row has so many."""
-    row = -1
-    for begin in range(first_row, num_rows, 128):
-        rows = begin + tl.arange(0, 128)
-        start = tl.load(cu_seqlens_q + rows, mask=rows < num_rows, other=0)
-        stop = tl.load(cu_seqlens_q + rows + 1, mask=rows < num_rows, other=0)
-        row = tl.maximum(row, tl.max(tl.where(stop - start > long_above, rows, -1)))
-    return row
-
-
 @triton.jit(
     do_not_specialize=["first_row", "num_rows", "long_above", "capacity", "table_stride"],
     do_not_specialize_on_alignment=["block_tables", "cu_seqlens_q", "kv_lens"],
@@ -504,6 +492,7 @@ def gather_contiguous(
     pool,
     keys,
     values,
+    plan,
     block_tables,
     cu_seqlens_q,
     kv_lens,
@@ -519,32 +508,54 @@ def gather_contiguous(
     HEAD_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    ROW_MULTIPLE: tl.constexpr,
 ):
-    """Copies the KV of the row with more than half of all tokens, in token order, and pads the last tile with zeros.
+    """Copies the KV of rows with more than `long_above` tokens, in token order, one row after another. Each row is
+    padded with zeros to a multiple of ROW_MULTIPLE tokens. A row that does not fit is not copied.
+
+    Writes to `plan`, [4, num_rows + 1], from `first_row` on: the first query of each row, the first key of its copy,
+    and the numbers of its queries and keys, both 0 for a row without copy.
 
     Each program copies some of the tiles of one head. Grid (kv_heads, programs).
     """
-    row = _long_row(cu_seqlens_q, first_row, num_rows, long_above)
-    if row < 0:
-        return
-    head = tl.program_id(0).to(tl.int64)
-    kv_len = tl.load(kv_lens + row).to(tl.int32)
-    table = block_tables + row.to(tl.int64) * table_stride
+    head, program, programs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     dims = tl.arange(0, HEAD_DIM)
-    for item in range(tl.program_id(1), tl.cdiv(kv_len, BLOCK_N), tl.num_programs(1)):
-        positions = item * BLOCK_N + tl.arange(0, BLOCK_N)
-        in_range = positions < kv_len
-        blocks = tl.load(table + positions // BLOCK_TOKENS, mask=in_range, other=0).to(tl.int64)
-        lines = blocks * block_stride + head * head_stride + positions % BLOCK_TOKENS * offset_stride
-        pointers = pool + lines[:, None] + dims[None, :]
-        out_offsets = (head * capacity + positions)[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(keys + out_offsets, tl.load(pointers, mask=in_range[:, None], other=0.0))
-        tl.store(values + out_offsets, tl.load(pointers + half_stride, mask=in_range[:, None], other=0.0))
+    copied = program * 0  # tiles of earlier rows
+    for begin in range(first_row, num_rows + 1, 128):
+        rows = begin + tl.arange(0, 128)
+        is_row = rows < num_rows
+        query_start = tl.load(cu_seqlens_q + rows, mask=rows <= num_rows, other=0).to(tl.int32)
+        query_stop = tl.load(cu_seqlens_q + rows + 1, mask=is_row, other=0).to(tl.int32)
+        kv_len = tl.load(kv_lens + rows, mask=is_row, other=0).to(tl.int32)
+        is_long = is_row & (query_stop - query_start > long_above)
+        tiles = tl.where(is_long, tl.cdiv(kv_len, ROW_MULTIPLE) * (ROW_MULTIPLE // BLOCK_N), 0)
+        ends = copied + tl.cumsum(tiles, 0)
+        fits = is_long & (ends * BLOCK_N <= capacity)
+        if (head == 0) & (program == 0):
+            column, width = plan + rows, num_rows + 1
+            tl.store(column, query_start, mask=rows <= num_rows)
+            tl.store(column + width, tl.minimum((ends - tiles) * BLOCK_N, capacity), mask=rows <= num_rows)
+            tl.store(column + 2 * width, tl.where(fits, query_stop - query_start, 0), mask=rows <= num_rows)
+            tl.store(column + 3 * width, tl.where(fits, kv_len, 0), mask=rows <= num_rows)
+        stop = tl.maximum(copied, tl.max(tl.where(fits, ends, 0)))
+        for item in range(copied + (program + programs - copied % programs) % programs, stop, programs):
+            row = begin + tl.sum((ends <= item).to(tl.int32))
+            positions = (item - tl.max(tl.where(ends <= item, ends, copied))) * BLOCK_N + tl.arange(0, BLOCK_N)
+            in_range = positions < tl.load(kv_lens + row)
+            table = block_tables + row.to(tl.int64) * table_stride
+            blocks = tl.load(table + positions // BLOCK_TOKENS, mask=in_range, other=0).to(tl.int64)
+            lines = blocks * block_stride + head * head_stride + positions % BLOCK_TOKENS * offset_stride
+            pointers = pool + lines[:, None] + dims[None, :]
+            out_lines = head * capacity + item * BLOCK_N + tl.arange(0, BLOCK_N)
+            out_offsets = out_lines[:, None] * HEAD_DIM + dims[None, :]
+            tl.store(keys + out_offsets, tl.load(pointers, mask=in_range[:, None], other=0.0))
+            tl.store(values + out_offsets, tl.load(pointers + half_stride, mask=in_range[:, None], other=0.0))
+        copied = stop
 
 
 @triton.jit(
-    do_not_specialize=["first_row", "num_rows", "long_above", "capacity"],
-    do_not_specialize_on_alignment=["cu_seqlens_q", "kv_lens"],
+    do_not_specialize=["first_row", "num_rows", "capacity"],
+    do_not_specialize_on_alignment=["done", "cu_seqlens_q", "kv_lens"],
 )
 def attend_contiguous(
     query,
@@ -552,11 +563,11 @@ def attend_contiguous(
     values,
     out,
     sinks,
+    done,
     cu_seqlens_q,
     kv_lens,
     first_row,
     num_rows,
-    long_above,
     capacity,
     exponent,
     query_token_stride,
@@ -568,12 +579,15 @@ def attend_contiguous(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Computes a tile of queries of the row with more than half of all tokens, in one pass over the contiguous KV from
-    `gather_contiguous`. TMA loads whole tiles. Sums have the same terms in the same order as in `attend`. Grid
-    (kv_heads, tiles).
+    """Computes a tile of queries of the row of which `done` counts queries, in one pass over the contiguous KV from
+    `gather_contiguous`. There is at most one such row. TMA loads whole tiles. Sums have the same terms in the same
+    order as in `attend`. Grid (kv_heads, tiles).
     """
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
-    row = _long_row(cu_seqlens_q, first_row, num_rows, long_above)
+    row = -1
+    for start in range(first_row, num_rows, 128):
+        rows = start + tl.arange(0, 128)
+        row = tl.maximum(row, tl.max(tl.where(tl.load(done + rows, mask=rows < num_rows, other=0) > 0, rows, -1)))
     if row < 0:
         return
     query_start, query_len, kv_len = _lengths(cu_seqlens_q, kv_lens, row)
@@ -609,8 +623,8 @@ def attend_contiguous(
 
 
 @triton.jit(
-    do_not_specialize=["first_row", "num_rows", "long_above", "max_splits", "window", "table_stride"],
-    do_not_specialize_on_alignment=["block_tables", "cu_seqlens_q", "kv_lens"],
+    do_not_specialize=["first_row", "num_rows", "has_done", "max_splits", "window", "table_stride"],
+    do_not_specialize_on_alignment=["block_tables", "cu_seqlens_q", "kv_lens", "done"],
 )
 def attend(
     query,
@@ -624,9 +638,10 @@ def attend(
     block_tables,
     cu_seqlens_q,
     kv_lens,
+    done,
     first_row,
     num_rows,
-    long_above,
+    has_done,
     max_splits,
     window,
     cap_scale,
@@ -658,8 +673,8 @@ def attend(
 ):
     """Computes tiles of queries of the rows [first_row, num_rows), for all query heads of one KV head.
 
-    SPLIT_TOKENS = 0   computes one tile in one pass over its KV; writes `out`. Skips a row with more than `long_above`
-                       tokens. Grid (kv_heads, tiles)
+    SPLIT_TOKENS = 0   computes one tile in one pass over its KV; writes `out`. Skips a row of which `done` counts
+                       queries, if `has_done`. Grid (kv_heads, tiles)
     SPLIT_TOKENS > 0   computes a share of the splits of all tiles, one split after another; writes `value_sums`,
                        `max_scores` and `weight_sums`. Grid (kv_heads, shares)
     """
@@ -685,7 +700,7 @@ def attend(
         begin = row_tile * TILE_TOKENS
         if OVERLAP:
             gdc_wait()
-        if (begin >= query_len) | (query_len > long_above):
+        if (begin >= query_len) | (tl.load(done + row, mask=has_done > 0, other=0) > 0):
             return
         q, packed, is_query, positions, low_key, first, high_key = _queries(
             query, query_start, query_len, kv_len, begin, line, heads, dims, window, query_token_stride,

@@ -17,8 +17,16 @@ import torch
 
 from sidestream.attention.latent import LatentHeads
 from sidestream.attention.rotary import Rotary
+from sidestream.attention.triton import flash
 from sidestream.attention.triton.batch import BatchLocation
-from sidestream.attention.triton.workspace import LONG_TOKENS, ContiguousKV, SplitKVWorkspace, Tile, Tiles
+from sidestream.attention.triton.workspace import (
+    LONG_TOKENS,
+    ROW_MULTIPLE,
+    ContiguousKV,
+    SplitKVWorkspace,
+    Tile,
+    Tiles,
+)
 from sidestream.errors import ConfigError, InvariantError
 from sidestream_kv.device.kinds import on_gpu
 from sidestream_kv.kv.layout import AttentionChunk
@@ -33,7 +41,7 @@ _LATENT_GROUP = 64
 _PROGRAMS = 528
 
 # Elements of each half of the heads that one program rotates, or copies to the pool, and its warps.
-_ROTATED, _ROTATING_WARPS = 1024, 2
+_ROTATED, _ROTATING_WARPS = 1024, 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,19 +87,19 @@ def paged_attention(
     slopes: torch.Tensor | None = None,
     rotary: Rotary | None = None,
 ) -> torch.Tensor:
-    """Write keys and values into the pool, then attend; returns `[T, heads, head_dim]`, contiguous, zeros for padding.
+    """Write keys and values into the pool, then attend; returns `[T, heads, head_dim]`, dense, with zeros for padding.
 
     query [T, heads, head_dim] · key, value [T, kv_heads, head_dim], in the pool's dtype, last dimension dense. heads is
     a multiple of kv_heads; query head h reads kv head h // (heads / kv_heads). A query at position p sees positions `(p
-    - sliding_window, p]`. For the other options, see `Attended.attend`. scale is positive. Enqueues two to seven
+    - sliding_window, p]`. For the other options, see `Attended.attend`. scale is positive. Enqueues two to eight
     kernels on the current stream and reads nothing back, so a CUDA graph may capture the call. Sums are float32;
     float32 inputs are multiplied in float32, never in TF32.
 
     The exact bits of a query token's result depend on: the query, its position, its row's KV, the options and tiles,
-    and whether its row is reduced in splits (if so, also on the tokens per split and on whether the row counts as
-    short). They do not depend on the row's other queries, on other rows, on the order of rows, B, T, the width of the
-    block tables, the location of blocks, or on eager or captured launch. So the result of the same row differs by
-    rounding between splits and one pass, and between two tile shapes.
+    whether FlashAttention-3 computes its row (if installed: by T and the KV of earlier rows), and whether its row is
+    reduced in splits (if so, also on the tokens per split and on whether the row counts as short). They do not depend
+    otherwise on the row's other queries, on other rows, on the order of rows, B, T, the width of the block tables, the
+    location of blocks, or on eager or captured launch. So the same row's results differ by rounding.
 
     If the pool holds latents: query [T, heads, latent_dim + rotated_dim] · key, the latents [T, 1, latent_dim] · value,
     the rotated keys [T, 1, rotated_dim]; returns sums of latents, `[T, heads, latent_dim]`.
@@ -110,7 +118,7 @@ def paged_attention(
     cap_scale, exponent = _factors(scale, softcap)
     plain = sliding_window is None and softcap is None and slopes is None
     contiguous = batch.contiguous if tokens >= LONG_TOKENS and plain else None
-    long_above = tokens if contiguous is None else tokens // 2
+    done: torch.Tensor | None = None
 
     def attend(
         tile: Tile, grid: tuple[int, ...], rows: range, workspace: SplitKVWorkspace | None, wide_tokens: int
@@ -122,8 +130,9 @@ def paged_attention(
         )
         _kernels().attend[grid](
             query, pool, out, out if sinks is None else sinks, out if slopes is None else slopes, *parts[:3],
-            batch.block_tables, batch.cu_seqlens_q, batch.kv_lens, rows.start, rows.stop, long_above, parts[3],
-            sliding_window or 0, cap_scale, exponent, batch.block_tables.stride(0), *query.stride()[:2], *pool_strides,
+            batch.block_tables, batch.cu_seqlens_q, batch.kv_lens, batch.block_tables if done is None else done,
+            rows.start, rows.stop, int(done is not None), parts[3], sliding_window or 0, cap_scale, exponent,
+            batch.block_tables.stride(0), *query.stride()[:2], *pool_strides,
             SPLIT_TOKENS=workspace.tokens if workspace else 0,
             NARROW_SPLITS=workspace.narrow_splits if workspace else 0, WIDE_TOKENS=wide_tokens,
             WINDOW=_window_kind(sliding_window), CAPPED=softcap is not None, SINKS=sinks is not None,
@@ -136,12 +145,11 @@ def paged_attention(
     if batch.rows_in_splits < rows:
         whole = range(batch.rows_in_splits, rows)
         if contiguous is not None:
-            _attend_contiguous(query, out, pool, sinks, whole, batch, contiguous, long_above, exponent)
+            done = _attend_contiguous(query, out, pool, sinks, whole, batch, contiguous, scale)
         attend(tiles.whole, (kv_heads, tokens // (_lines(tiles.whole, group) // group) + len(whole)), whole, None, 0)
     if batch.rows_in_splits and (workspace := batch.workspace):
-        for tile, programs, part, wide_tokens in _parts_in_splits(
-            batch, tiles, workspace, group=group, kv_heads=kv_heads
-        ):
+        parts = _parts_in_splits(batch, tiles, workspace, group=group, kv_heads=kv_heads)
+        for tile, programs, part, wide_tokens in parts:
             attend(tile, (kv_heads, programs), part, workspace, wide_tokens)
         _combine(out, sinks, batch, workspace, sliding_window)
     return out
@@ -192,31 +200,40 @@ def _attend_contiguous(
     rows: range,
     batch: BatchLocation,
     contiguous: ContiguousKV,
-    long_above: int,
-    exponent: float,
-) -> None:
-    """Compute attention of a row in `rows` with more than `long_above` tokens (half of the step's tokens), if any."""
+    scale: float,
+) -> torch.Tensor:
+    """Compute attention of some of `rows` over a contiguous copy of their KV: with FlashAttention-3 of all rows that
+    fit, else of a row with more than half of the step's tokens, if any. Returns for each row of the batch the number of
+    queries that were computed: all or none; for rows before `rows`, nothing.
+    """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     tokens, heads, head_dim = query.shape
     kv_heads, capacity, _ = contiguous.keys.shape
     group, tile, tables = heads // kv_heads, contiguous.tile, batch.block_tables
-    row_arguments = (batch.cu_seqlens_q, batch.kv_lens, rows.start, rows.stop, long_above, capacity)
+    forward = contiguous.flash if sinks is None else None
+    plan = torch.empty(4, rows.stop + 1, dtype=torch.int32, device=out.device)
+    lengths = (batch.cu_seqlens_q, batch.kv_lens, rows.start, rows.stop)
     _kernels().gather_contiguous[(kv_heads, -(-_PROGRAMS // kv_heads))](
-        pool, contiguous.keys, contiguous.values, tables, *row_arguments, tables.stride(0), *pool.stride()[:4],
-        HEAD_DIM=head_dim, BLOCK_TOKENS=pool.shape[2], BLOCK_N=tile.keys, num_warps=4,
+        pool, contiguous.keys, contiguous.values, plan, tables, *lengths, tokens // 2 if forward is None else 0,
+        capacity, tables.stride(0), *pool.stride()[:4],
+        HEAD_DIM=head_dim, BLOCK_TOKENS=pool.shape[2], BLOCK_N=tile.keys, ROW_MULTIPLE=ROW_MULTIPLE, num_warps=4,
     )  # fmt: skip
+    if forward is not None:
+        flash.attend(forward, query, contiguous.keys, contiguous.values, out, plan[:, rows.start :], scale)
+        return plan[2]
     keys, values = (
         TensorDescriptor.from_tensor(part.view(-1, head_dim), [tile.keys, head_dim])
         for part in (contiguous.keys, contiguous.values)
     )
     lines = _lines(tile, group)
     _kernels().attend_contiguous[(kv_heads, tokens // (lines // group) + 1)](
-        query, keys, values, out, out if sinks is None else sinks, *row_arguments, exponent, query.stride(0),
-        query.stride(1),
+        query, keys, values, out, out if sinks is None else sinks, plan[2], *lengths, capacity,
+        _factors(scale, None)[1], query.stride(0), query.stride(1),
         SINKS=sinks is not None, KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_M=lines, BLOCK_N=tile.keys,
         num_warps=_warps(tile, group), num_stages=tile.stages,
     )  # fmt: skip
+    return plan[2]
 
 
 def write(key: torch.Tensor, value: torch.Tensor, layer: int, batch: BatchLocation, *, out: torch.Tensor) -> None:

@@ -14,12 +14,19 @@ from dataclasses import dataclass
 import torch
 
 from sidestream.attention.interface import KVShape
+from sidestream.attention.triton.flash import Forward
 from sidestream.errors import ConfigError, InvariantError
 from sidestream_kv.device.kinds import on_host
 
 LONG_TOKENS = 512
 """In a step of at least this many tokens, a row with more than half of the step's tokens is a long chunk: its attention
-reads a contiguous copy of its KV.
+reads a contiguous copy of its KV. With FlashAttention-3, all rows that are not in splits do, if they fit.
+"""
+
+ROW_MULTIPLE = 128
+"""In the contiguous copy, rows begin at multiples of this many tokens, the KV tile of FlashAttention-3 for these head
+sizes. So it reads zeros after a row's last key, never another row's values: it multiplies them by 0, and not a number
+times 0 would spread.
 """
 
 
@@ -60,7 +67,7 @@ class Tiles:
             side, warps = (32, 4) if head_dim <= 64 else (32, 8) if head_dim <= 128 else (16, 8)
             return cls(Tile(side, side, warps, 1), Tile(16, side, warps, 1), Tile(side, side, warps, 1))
         if head_dim > 256:  # latents
-            return cls(Tile(64, 32, 8, 2), Tile(16, 32, 4, 2), Tile(64, 32, 8, 2))
+            return cls(Tile(64, 32, 8, 2), Tile(16, 64, 4, 2), Tile(64, 32, 8, 2))
         if head_dim > 128:
             return cls(Tile(128, 64, 8, 2), Tile(16, 32, 4, 3), Tile(64, 32, 4, 2))
         return cls(Tile(128, 64, 8, 3), Tile(16, 32, 2, 3), Tile(64, 32, 4, 3))
@@ -150,16 +157,18 @@ class SplitKVWorkspace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ContiguousKV:
-    """Memory for a contiguous copy of a long chunk's KV. TMA, the GPU's copy engine for tiles, can read whole tiles
+    """Memory for a contiguous copy of chunks' KV. TMA, the GPU's copy engine for tiles, can read whole tiles
     from the copy; loads by threads take a third longer. Allocated once, shared by all layers and steps of a stream.
 
     keys, values   [kv_heads, capacity, head_dim]; capacity: the largest number of tokens
     tile           tile shape with as many keys as `Tiles.whole`, so that the copy changes no bit of the result
+    flash          FlashAttention-3, which then reads the copy; None: `attend_contiguous` does
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     tile: Tile
+    flash: Forward | None = None
 
     @classmethod
     def allocate(
@@ -172,7 +181,7 @@ class ContiguousKV:
         if not on or dtype == torch.float32 or head_dim not in (64, 128):
             return None
         tile = Tile(64, Tiles.default(head_dim, dtype).whole.keys, 4, 3)
-        capacity = -(-kv_tokens // tile.keys) * tile.keys
+        capacity = -(-kv_tokens // ROW_MULTIPLE) * ROW_MULTIPLE
         keys, values = (torch.zeros(kv_heads, capacity, head_dim, dtype=dtype, device=device) for _ in range(2))
         return cls(keys, values, tile)
 
