@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm_stand_ins import (
     CHUNK_BYTES,
     NEW,
@@ -463,3 +464,22 @@ def test_a_directory_without_weights_has_no_fingerprint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="has no weights to take a fingerprint of: give `fingerprint`"):
         fingerprint_of(str(tmp_path))
+
+
+def test_regions_of_different_sizes_in_the_same_memory_are_refused() -> None:
+    raw, blocks = torch.zeros(160, dtype=torch.uint8), 4
+
+    def regions(second: int) -> list[int]:
+        """Numbers of bytes, if a second group of layers begins at this byte."""
+        tensors = [
+            SimpleNamespace(layers=[name], size=160, layer_stride=blocks * page, block_stride=page, offset=offset)
+            for name, page, offset in (("a", 16, 0), ("b", 24, second))
+        ]
+        config = SimpleNamespace(num_blocks=blocks, kv_cache_tensors=tensors)
+        return [region.numel() for region in vllm.adapter("vllm_versions").regions_of({"a": raw, "b": raw}, config)[0]]
+
+    with installed(NEW) as vllm:
+        assert regions(64) == [64, 96]
+        for second in (0, 63):
+            with pytest.raises(ConfigError, match="blocks of different sizes in the same memory"):
+                regions(second)

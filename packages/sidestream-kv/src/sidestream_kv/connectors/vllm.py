@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,34 +139,24 @@ class SidestreamConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Open the tiers. Raises ConfigError if they cannot be used."""
         regions, layers = vllm_versions.regions_of(kv_caches, self._kv_cache_config)
-        self._open(regions, layers, num_layers=len(regions))
+        self._open(regions, layers, [region.numel() // self._kv_cache_config.num_blocks for region in regions])
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
         """Open the tiers, for one tensor that has all layers of a block together."""
         raw = torch.empty(0, dtype=torch.uint8, device=kv_cache.device).set_(kv_cache.untyped_storage())
         num_layers, layers = vllm_versions.layers_in_blocks(kv_cache, self._kv_cache_config)
-        self._open([raw], layers, num_layers=num_layers)
+        page = raw.numel() // self._kv_cache_config.num_blocks // num_layers
+        self._open([raw], layers, [page] * num_layers)
 
     @property
     def prefer_cross_layer_blocks(self) -> bool:
         """True: a block in one piece is copied fastest."""
         return True
 
-    def _open(self, regions: list[torch.Tensor], layers: dict[str, list[int]], *, num_layers: int) -> None:
-        blocks = self._kv_cache_config.num_blocks
-        sizes = {region.numel() // blocks for region in regions}
-        if len(sizes) != 1:
-            raise ConfigError(
-                f"SidestreamConnector: blocks have {sorted(sizes)} bytes in {len(regions)} tensors of KV, and only "
-                "equal sizes can be copied. Set VLLM_KV_CACHE_LAYOUT=BLHNC, which gives a block one tensor, if vLLM "
-                f"{vllm_versions.VERSION} and its attention backend have it; or use the secondary tier (docs/vllm.md)"
-            )
-        (size,) = sizes
+    def _open(self, regions: list[torch.Tensor], layers: dict[str, list[int]], parts: Sequence[int]) -> None:
         self._layers = layers
         parallel = self._vllm_config.parallel_config
-        layout = vllm_versions.layout_of(
-            self._vllm_config, self._kv_cache_config, num_layers=num_layers, block_bytes=size * len(regions)
-        )
+        layout = vllm_versions.layout_of(self._vllm_config, self._kv_cache_config, tuple(parts))
         fingerprint = self._options.fingerprint or ""
         if self._options.disk is not None:
             layout = dataclasses.replace(
@@ -183,7 +173,7 @@ class SidestreamConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         self._carrier = Carrier(
             rank=parallel.rank,
             device=device,
-            memory=BlockMemory(Memory("kv", tuple(regions), stripe=size), layout),
+            memory=BlockMemory(Memory("kv", tuple(regions), layout.parts), layout),
             tiers=tiers,
             stream=stream,
             load_deadline_s=config.load_deadline_s,
