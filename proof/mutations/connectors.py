@@ -186,6 +186,13 @@ EQUIVALENT = (
         change=Rewrite(", 'parts': _in_words(self.parts)", ""),
     ),
     _unreached(
+        "indexer-lets-the-step-wait",
+        "H5",
+        "an indexer reads keys before they have arrived, because only the attention after it waits",
+        f"{_TIER}a_step_waits_as_a_whole_if_vllm_does_not_call_for_each_layer",
+        change=Value("True"),
+    ),
+    _unreached(
         "regions-are-apart",
         "H11",
         "a block of one group of layers is copied over bytes of another block",

@@ -533,8 +533,8 @@ def test_layers_with_heads_of_other_lengths(gemma4: Path, tmp_path: Path, disabl
     alone.close()
     for restarted in (False, True):
         engine = Llm(gemma4, {"host": "64MiB", "disk": str(tmp_path)}, num_gpu_blocks_override=30, **options)
-        layout = get_kv_transfer_group()._carrier._transfers._layout
-        assert layout.describe()["parts"] == parts
+        connector = get_kv_transfer_group()
+        assert connector._by_layer and connector._carrier._transfers._layout.describe()["parts"] == parts
         for name in (*right, *right):
             engine.aborted(ASKED["aborted"], after_steps=len(name))
             assert engine.answers(ASKED[name]) == right[name]

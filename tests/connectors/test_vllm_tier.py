@@ -33,6 +33,7 @@ from vllm_stand_ins import (
 from sidestream_kv.connectors import vllm_plugin
 from sidestream_kv.connectors.checkpoint import fingerprint_of
 from sidestream_kv.connectors.planner import Group
+from sidestream_kv.connectors.vllm_identity import each_layer_waits
 from sidestream_kv.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -464,6 +465,22 @@ def test_a_directory_without_weights_has_no_fingerprint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="has no weights to take a fingerprint of: give `fingerprint`"):
         fingerprint_of(str(tmp_path))
+
+
+def test_a_step_waits_as_a_whole_if_vllm_does_not_call_for_each_layer() -> None:
+    class MLAAttention:
+        pass
+
+    class OfAModel(MLAAttention):
+        pass
+
+    class DeepseekV32IndexerCache:
+        pass
+
+    modules = {"a": MLAAttention(), "b": OfAModel(), "b.indexer": DeepseekV32IndexerCache()}
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=modules))
+    assert each_layer_waits(config, ["a", "b"])
+    assert not each_layer_waits(config, modules) and not each_layer_waits(config, ["a", "unknown"])
 
 
 def test_regions_of_different_sizes_in_the_same_memory_are_refused() -> None:

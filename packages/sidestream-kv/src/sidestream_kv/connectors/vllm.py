@@ -29,7 +29,7 @@ from sidestream_kv.connectors.carrier import Carrier, Finished
 from sidestream_kv.connectors.key_events import KeyEvents
 from sidestream_kv.connectors.orders import Orders, Report
 from sidestream_kv.connectors.planner import Planner
-from sidestream_kv.connectors.vllm_identity import weights_of
+from sidestream_kv.connectors.vllm_identity import each_layer_waits, weights_of
 from sidestream_kv.connectors.vllm_stats import Stats, prometheus_metrics
 from sidestream_kv.device.base import Device, Memory, Stream
 from sidestream_kv.device.cpu import CpuDevice
@@ -123,6 +123,7 @@ class SidestreamConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         self._carrier: Carrier | None = None
         self._finished = Finished()
         self._layers: dict[str, list[int]] = {}  # parts of a block, by name of a layer
+        self._by_layer = False
         self._stats = Stats()
         if role == KVConnectorRole.SCHEDULER:
             vllm_versions.warn_if_untried()
@@ -154,7 +155,7 @@ class SidestreamConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         return True
 
     def _open(self, regions: list[torch.Tensor], layers: dict[str, list[int]], parts: Sequence[int]) -> None:
-        self._layers = layers
+        self._layers, self._by_layer = layers, each_layer_waits(self._vllm_config, layers)
         parallel = self._vllm_config.parallel_config
         layout = vllm_versions.layout_of(self._vllm_config, self._kv_cache_config, tuple(parts))
         fingerprint = self._options.fingerprint or ""
@@ -186,8 +187,8 @@ class SidestreamConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         super().bind_connector_metadata(connector_metadata)
         if self._carrier is not None and isinstance(connector_metadata, SidestreamMetadata):
             orders = connector_metadata.orders
-            by_layer = vllm_versions.calls_by_layer(self._vllm_config, most_tokens=orders.most_tokens)
-            self._carrier.begin(orders, by_layer=by_layer)
+            calls = vllm_versions.calls_by_layer(self._vllm_config, most_tokens=orders.most_tokens)
+            self._carrier.begin(orders, by_layer=self._by_layer and calls)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing: see `wait_for_save`."""
