@@ -124,7 +124,7 @@ def _baselines(rig: Rig, rates: _Rates, count: int, suffix: str) -> None:
     assert isinstance(stream, CudaStream)
     for name, source, target in (("store", rig.memory, host), ("load", host, rig.memory)):
         batch = layers_batch(source, ids, target, ids, range(rig.layout.num_layers))
-        short = batch.contiguous().part(0, _BASELINE_LIMIT)
+        short = batch.part(0, _BASELINE_LIMIT * len(ids) // len(batch.pieces()[2]) or 1)
         ways: dict[str, tuple[CopyBatch, Callable[[CopyBatch], None]]] = {
             "call_each": (short, lambda batch: stream.copy_as(batch, "call each")),
             "unpaced": (batch, stream.copy),

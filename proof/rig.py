@@ -59,7 +59,7 @@ class Rig:
                 parts = tuple(all_layers[layer * size : (layer + 1) * size] for layer in range(layout.num_layers))
             else:
                 parts = tuple(device.allocate(f"{name} layer {layer}", size).data for layer in range(layout.num_layers))
-            memory = Memory(name, parts, stripe=layout.layer_bytes)
+            memory = Memory(name, parts, (layout.layer_bytes,) * layout.num_layers)
         else:
             memory = device.allocate(name, num_blocks * layout.block_bytes)
         self.memory = BlockMemory(memory, layout)

@@ -179,6 +179,27 @@ EQUIVALENT = (
         change=Rewrite(", **self.fields", ""),
     ),
     _unreached(
+        "layout-has-its-parts",
+        "H14",
+        "a directory serves blocks whose layers begin at other bytes",
+        f"{_STORE}layouts_with_other_parts_of_a_block_are_told_apart",
+        change=Rewrite(", 'parts': _in_words(self.parts)", ""),
+    ),
+    _unreached(
+        "indexer-lets-the-step-wait",
+        "H5",
+        "an indexer reads keys before they have arrived, because only the attention after it waits",
+        f"{_TIER}a_step_waits_as_a_whole_if_vllm_does_not_call_for_each_layer",
+        change=Value("True"),
+    ),
+    _unreached(
+        "regions-are-apart",
+        "H11",
+        "a block of one group of layers is copied over bytes of another block",
+        f"{_TIER}regions_of_different_sizes_in_the_same_memory_are_refused",
+        change=Never(),
+    ),
+    _unreached(
         "fingerprint-has-all-parts",
         "H14",
         "a directory serves chunks of other weights",

@@ -129,6 +129,13 @@ EQUIVALENT = (
         Never(),
     ),
     _of_device(
+        "segments-are-cut-alike",
+        "H15",
+        "a copy cuts each block where it cuts the first, so blocks are half in other layers",
+        "test_striped_memory.py::test_segments_that_would_be_cut_differently_are_refused",
+        Never(),
+    ),
+    _of_device(
         "no-wait-is-lost-in-a-capture",
         "H5",
         "a graph does not wait for a fence for which its capture waited",

@@ -9,6 +9,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -75,17 +76,20 @@ class Patterns:
 
     def __init__(self, device: Device, memory: BlockMemory, *, max_blocks: int, max_looks: int) -> None:
         layout = memory.layout
-        if layout.layer_bytes % WORD_BYTES or layout.block_bytes >> _PLACE_BITS >= WORD_BYTES:
+        if (
+            any(border % WORD_BYTES for border in layout.layer_borders)
+            or layout.block_bytes >> _PLACE_BITS >= WORD_BYTES
+        ):
             raise ConfigError(
-                f"a block of {layout.num_layers} layers of {layout.layer_bytes} bytes cannot hold a pattern: "
+                f"a block with layers at {[*layout.layer_borders]} bytes cannot hold a pattern: "
                 f"the size of a layer must be a multiple of {WORD_BYTES} bytes, and the block smaller than "
                 f"{WORD_BYTES << _PLACE_BITS} bytes"
             )
         self._device = device
         self._memory = memory
-        self._layer_words = layout.layer_bytes // WORD_BYTES
+        self._words = [slice(*ends) for ends in pairwise(border // WORD_BYTES for border in layout.layer_borders)]
         self._windowed = [layer not in layout.layers_without_window for layer in range(layout.num_layers)]
-        self._layers = _layers(memory.memory, layout.num_layers, self._layer_words)
+        self._layers = _layers(memory.memory, self._words)
         self._places, self._results = _constants(device, layout, max_looks)
         inputs = device.allocate_host("torture: inputs", _STEPS * _INPUTS * max_blocks * WORD_BYTES)
         results = device.allocate_host("torture: results", self._results.numel() * WORD_BYTES)
@@ -105,13 +109,13 @@ class Patterns:
     ) -> Fence:
         """Write the patterns into the blocks on `stream`, after the fences `after` and a delay."""
         row = self._upload(block_ids, stamps)
-        count, size = len(block_ids), self._layer_words
+        count = len(block_ids)
 
         def work() -> None:
             busy(self._device, delay_s)
             ids, words, _ = self._read_inputs(row, count)
-            for layer, blocks in enumerate(self._layers):
-                blocks.index_copy_(0, ids, words[:, layer * size : (layer + 1) * size])
+            for of_layer, blocks in zip(self._words, self._layers, strict=True):
+                blocks.index_copy_(0, ids, words[:, of_layer])
 
         for fence in after:
             stream.wait(fence)
@@ -137,7 +141,7 @@ class Patterns:
         """
         row = self._upload(block_ids, stamps, partial)
         whole = [block for block, skips in zip(block_ids, partial, strict=True) if not skips] if partial else block_ids
-        count, size = len(block_ids), self._layer_words
+        count = len(block_ids)
         number, self._num_looks = self._num_looks, self._num_looks + 1
 
         def work() -> None:
@@ -149,7 +153,7 @@ class Patterns:
                 read = whole if self._windowed[layer] else block_ids
                 stream.touch(functools.partial(_reads, self._memory, read, layer))
                 found = blocks.index_select(0, ids)
-                wrong = found != words[:, layer * size : (layer + 1) * size]
+                wrong = found != words[:, self._words[layer]]
                 if self._windowed[layer]:
                     wrong &= ~skipped
                 place = wrong.view(-1).to(torch.uint8).argmax().view(1)
@@ -181,8 +185,9 @@ class Patterns:
         results = self._results_host.numpy()
         for number, layer in np.argwhere(results[: self._num_looks, :, 0]).tolist():
             num_bad, position, word = results[number, layer].tolist()
-            row, place = divmod(position, self._layer_words)
-            judge(number, Found(row, (layer * self._layer_words + place) * WORD_BYTES, word, num_bad))
+            of_layer = self._words[layer]
+            row, place = divmod(position, of_layer.stop - of_layer.start)
+            judge(number, Found(row, (of_layer.start + place) * WORD_BYTES, word, num_bad))
         self._num_looks = 0
 
     def expected(self, stamp: int, place: int) -> int:
@@ -262,14 +267,19 @@ def _raise_failures(fences: Sequence[Fence]) -> None:
             raise fence.failure
 
 
-def _layers(memory: Memory, num_layers: int, layer_words: int) -> list[torch.Tensor]:
+def _layers(memory: Memory, words: Sequence[slice]) -> list[torch.Tensor]:
     """A view of each layer of all blocks, int64 `[blocks, words]`."""
     if len(memory.parts) == 1:
-        return list(memory.data.view(torch.int64).view(-1, num_layers, layer_words).unbind(dim=1))
-    return [part.view(torch.int64).view(-1, layer_words) for part in memory.parts]
+        blocks = memory.data.view(torch.int64).view(-1, words[-1].stop)
+        return [blocks[:, of_layer] for of_layer in words]
+    return [
+        part.view(torch.int64).view(-1, of_layer.stop - of_layer.start)
+        for part, of_layer in zip(memory.parts, words, strict=True)
+    ]
 
 
 def _reads(memory: BlockMemory, block_ids: Sequence[int], layer: int) -> list[Access]:
     name, layout = memory.memory.name, memory.layout
-    starts = [layout.span(block_id)[0] + layer * layout.layer_bytes for block_id in block_ids]
-    return [Access(name, start, start + layout.layer_bytes, False) for start in starts]
+    begins, ends = layout.layer_borders[layer : layer + 2]
+    starts = [layout.span(block_id)[0] for block_id in block_ids]
+    return [Access(name, start + begins, start + ends, False) for start in starts]

@@ -2,8 +2,9 @@
 over counted blocks with a prefix cache, chunked prefill, drafts, preemption, aborts and resets, whose steps may be
 launched before the results of earlier steps are known.
 
-A block holds `_SLOTS` numbers in each layer. The KV of a token depends on all tokens before it, its group of layers,
-its layer, its rank and the weights. Each step compares all KV that it reads.
+A block holds `_SLOTS` numbers in its first layer and twice as many in its second. In some engines, layers have tensors
+of their own. The KV of a token depends on all tokens before it, its group of layers, its layer, its rank and the
+weights. Each step compares all KV that it reads.
 
 In some engines, a last group has recurrent states, which are kept as vLLM keeps them: a block has the state
 after the last token, in all its numbers, and each step overwrites it. The first step of a further block copies the
@@ -14,6 +15,7 @@ state at the last hash of the prompt, inside the block's tokens.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,22 +24,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from proof.ranks import RankView
 from proof.torture.narrow import narrow_lanes
 from sidestream_kv.connectors import carrier as carriers
 from sidestream_kv.connectors.carrier import Carrier, Finished
+from sidestream_kv.connectors.chunks import RegionLayout
 from sidestream_kv.connectors.orders import Report
 from sidestream_kv.connectors.planner import STATE_WINDOW, Group, Planner
+from sidestream_kv.device.base import Memory
 from sidestream_kv.errors import TierCorrupt, TierError
-from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.offload.tiers.index import Entry, TierIndex, WriteGrant
 from sidestream_kv.offload.tiers.stack import BlockMemory, HostTier, TierStack
 from sidestream_kv.types import Access
 from sidestream_order.explore import Rules
 from sidestream_order.sim import SimDevice, SimFence, SimStream
 
-HASH_TOKENS, _SLOTS, _LAYERS = 2, 4, 2
+HASH_TOKENS, _SLOTS = 2, 4
 BOUNDARY = 4
 GROUPS = (
     Group(4, 2),
@@ -46,7 +50,7 @@ GROUPS = (
     Group(BOUNDARY, 2, window=STATE_WINDOW, handed=True),
 )
 _STATES = 3  # the group with states, if there is one
-LAYOUT = KVLayout(num_layers=_LAYERS, num_kv_heads=1, head_dim=1, block_tokens=_SLOTS, dtype="float32")
+LAYOUT = RegionLayout(24 * _SLOTS, _SLOTS, parts=(8 * _SLOTS, 16 * _SLOTS))
 RULES = Rules(faults=(TierError,))
 _CHUNK, _MOST_RUNNING, _MOST_STEPS = 8, 4, 5_000
 
@@ -228,6 +232,7 @@ class Engine:
         bounds: dict[str, Any] = {"num_ranks": self.num_ranks, "most_held": self.rng.choice((4, 32))}
         self.has_states = states
         self.groups = GROUPS[: _STATES + self.has_states]
+        self.has_tensors = seed % 3 == 2
         self.planner = Planner(groups=self.groups, boundary=BOUNDARY, clock=device.now, **bounds)
         self.planner.bind(self.pool)
         self.waiting: list[Request] = []
@@ -245,13 +250,18 @@ class Engine:
         view: Any = RankView(self.device, rank) if rank else self.device
         self._inject(view)
         compute = view.stream("compute")
-        memory = view.allocate("kv", len(self.pool.blocks) * LAYOUT.block_bytes)
+        blocks = len(self.pool.blocks)
+        memory = view.allocate("kv", blocks * LAYOUT.block_bytes)
+        layers = memory.data.view(blocks, -1).split(LAYOUT.parts, dim=1)
+        if self.has_tensors:  # the checker then knows the memory's offsets, but not its bytes
+            layers = tuple(torch.zeros(blocks, size, dtype=torch.uint8) for size in LAYOUT.parts)
+            memory = Memory(memory.name, tuple(layer.view(-1) for layer in layers), LAYOUT.parts)
         slots = self.rng.randrange(24, 64)
         host = HostTier(view.allocate_host("host", slots * LAYOUT.block_bytes), LAYOUT, tracer=view.tracer)
         entries = self.rng.choice((0, 90, 90))
         disk = {"disk": MemoryTier(self.device, rank, entries, self._fails)} if entries else {}
         self.compute.append(compute)
-        self.kv.append(memory.data.numpy().view(np.int64).reshape(-1, _LAYERS, _SLOTS))
+        self.kv.append([layer.numpy().view(np.int64) for layer in layers])
         return Carrier(
             rank=rank,
             device=view,
@@ -331,7 +341,7 @@ class Engine:
             output.fences += self._copy_states(rank, output.rows)
             carrier.begin(orders, by_layer=by_layer)
             self.told["loads told early"] += bool(carrier._gates)
-            for layer in range(_LAYERS) if output.rows else ():
+            for layer in range(LAYOUT.num_layers) if output.rows else ():
                 if by_layer:
                     carrier.wait_for_layer(layer)
                 output.fences.append(self._launch(rank, output.rows, layer, orders.step))
@@ -351,8 +361,8 @@ class Engine:
         memory = f"{stream.name.removesuffix('compute')}kv"
 
         def run() -> None:
-            for source, target in moves:
-                kv[target] = kv[source]
+            for (source, target), layer in itertools.product(moves, kv):
+                layer[target] = layer[source]
 
         def accesses() -> list[Access]:
             ends = [(block, write) for move in moves for write, block in enumerate(move)]
@@ -362,7 +372,7 @@ class Engine:
 
     def _launch(self, rank: int, rows: list[Row], layer: int, step: int) -> SimFence:
         """Launch one layer of a step."""
-        stream, kv = self.compute[rank], self.kv[rank][:, layer]
+        stream, kv = self.compute[rank], self.kv[rank][layer]
 
         def run() -> None:
             for row in rows:
@@ -388,14 +398,15 @@ class Engine:
 
     @staticmethod
     def _accesses(memory: str, rows: list[Row], layer: int) -> Iterator[Access]:
+        border, layer_bytes = LAYOUT.layer_borders[layer], LAYOUT.parts[layer]
         for row in rows:
             for block in row.written_states:
-                start = block * LAYOUT.block_bytes + layer * LAYOUT.layer_bytes
-                yield Access(memory, start, start + LAYOUT.layer_bytes, write=True)
+                start = block * LAYOUT.block_bytes + border
+                yield Access(memory, start, start + layer_bytes, write=True)
             for group, ids in zip(GROUPS[:_STATES], row.block_ids[:_STATES], strict=True):
-                size, width = group.block_tokens, LAYOUT.layer_bytes // group.block_tokens
+                size, width = group.block_tokens, layer_bytes // group.block_tokens
                 for token in range(row.read_from(group), row.stop):
-                    start = ids[token // size] * LAYOUT.block_bytes + layer * LAYOUT.layer_bytes + token % size * width
+                    start = ids[token // size] * LAYOUT.block_bytes + border + token % size * width
                     yield Access(memory, start, start + width, write=token >= row.start)
 
     # ------------------------------------------------------------------ the scheduler

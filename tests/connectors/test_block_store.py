@@ -22,6 +22,7 @@ from proof import faults
 from proof.disk_slots import DiskSlots
 from sidestream_kv.config import OffloadConfig
 from sidestream_kv.connectors import block_store
+from sidestream_kv.connectors.chunks import RegionLayout
 from sidestream_kv.errors import InvariantError, TierTimeout
 from sidestream_kv.offload.tiers.base import Block, TierContext
 from sidestream_kv.offload.tiers.stack import TierStack
@@ -427,3 +428,9 @@ def test_host_memory_beside_a_device_refuses_a_layout_of_persistent_tiers_only()
     device: Any = None
     with pytest.raises(InvariantError, match="needs a LayeredLayout"):
         TierStack.open(OffloadConfig(), device, TierContext(LAYOUT, "w"))
+
+
+def test_layouts_with_other_parts_of_a_block_are_told_apart() -> None:
+    parts = ((16,) * 6, (32,) * 3, (32, 64), (64, 32))
+    assert len({str(RegionLayout(96, 16, parts=each).describe()) for each in parts}) == len(parts)
+    assert RegionLayout(96, 16, parts=(32, 32, 16, 16)).describe()["parts"] == "2 x 32 + 2 x 16"

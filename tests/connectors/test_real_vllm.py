@@ -256,7 +256,9 @@ def test_the_installed_package_is_found_as_a_plugin() -> None:
 
 
 PIECES = [
-    (kind, layout) for kind in ("attention", "states", "sizes") for layout in ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
+    (kind, layout)
+    for kind in ("attention", "states", "sizes", "latents")
+    for layout in ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
 ]
 
 
@@ -275,6 +277,11 @@ def test_regions_have_all_bytes_of_a_block_and_no_others(kind: str, layout: str)
         interface.FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=size, dtype=torch.bfloat16)
         for size in (8, 16 if kind == "sizes" else 8)
     ]
+    if kind == "latents":  # and keys of an indexer, as in DeepSeek-V3.2
+        attention = [
+            interface.MLAAttentionSpec(block_size=4, num_kv_heads=1, head_size=size, dtype=dtype)
+            for size, dtype in ((36, torch.bfloat16), (33, torch.uint8))
+        ]
     state = interface.MambaSpec(
         block_size=4, shapes=((3, 5), (7,)), dtypes=(torch.float32,) * 2, page_size_padded=attention[0].page_size_bytes
     )
@@ -286,8 +293,7 @@ def test_regions_have_all_bytes_of_a_block_and_no_others(kind: str, layout: str)
             interface.KVCacheGroupSpec(["a", "b"], attention[0]),
             interface.KVCacheGroupSpec(["c", "d"], state),
         ],
-        "sizes": [interface.KVCacheGroupSpec(["a", "b"], together)],
-    }[kind]
+    }.get(kind, [interface.KVCacheGroupSpec(["a", "b"], together)])
     options = {"get_resolved_kv_cache_layout": lambda: chosen, "prefix_cache_retention_interval": None}
     cache = SimpleNamespace(num_gpu_blocks_override=None, **options)
     vllm_config = SimpleNamespace(cache_config=cache, attention_config=SimpleNamespace(hisparse_config=None))
@@ -304,7 +310,9 @@ def test_regions_have_all_bytes_of_a_block_and_no_others(kind: str, layout: str)
         )
     }
     regions, of_layers = regions_of(views, config)
-    assert (len({region.numel() for region in regions}) == 1) is (kind != "sizes" or layout.startswith("B"))
+    assert (len({region.numel() for region in regions}) == 1) is (
+        kind in ("attention", "states") or layout.startswith("B")
+    )
     for name, view in views.items():
         raw.zero_()
         view[3] = 1
@@ -445,6 +453,23 @@ def gemma(in_process: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def gemma4(in_process: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layers with full attention, whose heads are twice as long as those of layers with a sliding window."""
+    from transformers import Gemma4TextConfig
+
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = Gemma4TextConfig(
+        num_hidden_layers=4,
+        layer_types=kinds,
+        sliding_window=64,
+        global_head_dim=64,
+        hidden_size_per_layer_input=0,
+        **SHAPE,
+    )
+    return saved(config, tmp_path_factory.mktemp("gemma4"))
+
+
+@pytest.fixture(scope="module")
 def falcon(in_process: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Attention and Mamba 2 in each layer."""
     from transformers import FalconH1Config
@@ -494,6 +519,27 @@ def test_groups_of_layers_with_a_sliding_window(gemma: Path) -> None:
         assert engine.answers(ASKED["evicted"]) == right
     assert min(engine.cached) > 0 and engine.metric("external_prefix_cache_hits") > 0
     engine.close()
+
+
+# Without the hybrid manager, all layers are one group, with blocks of their own sizes; with it, the sliding layers have
+# longer blocks, so that all have equal bytes.
+@pytest.mark.parametrize(("disabled", "parts"), [(True, "2 x 16384 + 2 x 32768"), (False, "2")])
+def test_layers_with_heads_of_other_lengths(gemma4: Path, tmp_path: Path, disabled: bool, parts: str) -> None:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    options = {"disable_hybrid_kv_cache_manager": disabled}
+    alone = Llm(gemma4, None, num_gpu_blocks_override=200, **options)
+    right = {name: alone.answers(ASKED[name]) for name in ("evicted", "others")}
+    alone.close()
+    for restarted in (False, True):
+        engine = Llm(gemma4, {"host": "64MiB", "disk": str(tmp_path)}, num_gpu_blocks_override=30, **options)
+        connector = get_kv_transfer_group()
+        assert connector._by_layer and connector._carrier._transfers._layout.describe()["parts"] == parts
+        for name in (*right, *right):
+            engine.aborted(ASKED["aborted"], after_steps=len(name))
+            assert engine.answers(ASKED[name]) == right[name]
+        assert (engine.planner.counts.hits["disk"] > 0) is restarted and engine.planner.counts.hits["host"] > 0
+        engine.close()
 
 
 def test_recurrent_states_come_back_from_host_memory_and_disk(

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm_stand_ins import (
     CHUNK_BYTES,
     NEW,
@@ -32,6 +33,7 @@ from vllm_stand_ins import (
 from sidestream_kv.connectors import vllm_plugin
 from sidestream_kv.connectors.checkpoint import fingerprint_of
 from sidestream_kv.connectors.planner import Group
+from sidestream_kv.connectors.vllm_identity import each_layer_waits
 from sidestream_kv.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -463,3 +465,38 @@ def test_a_directory_without_weights_has_no_fingerprint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="has no weights to take a fingerprint of: give `fingerprint`"):
         fingerprint_of(str(tmp_path))
+
+
+def test_a_step_waits_as_a_whole_if_vllm_does_not_call_for_each_layer() -> None:
+    class MLAAttention:
+        pass
+
+    class OfAModel(MLAAttention):
+        pass
+
+    class DeepseekV32IndexerCache:
+        pass
+
+    modules = {"a": MLAAttention(), "b": OfAModel(), "b.indexer": DeepseekV32IndexerCache()}
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=modules))
+    assert each_layer_waits(config, ["a", "b"])
+    assert not each_layer_waits(config, modules) and not each_layer_waits(config, ["a", "unknown"])
+
+
+def test_regions_of_different_sizes_in_the_same_memory_are_refused() -> None:
+    raw, blocks = torch.zeros(160, dtype=torch.uint8), 4
+
+    def regions(second: int) -> list[int]:
+        """Numbers of bytes, if a second group of layers begins at this byte."""
+        tensors = [
+            SimpleNamespace(layers=[name], size=160, layer_stride=blocks * page, block_stride=page, offset=offset)
+            for name, page, offset in (("a", 16, 0), ("b", 24, second))
+        ]
+        config = SimpleNamespace(num_blocks=blocks, kv_cache_tensors=tensors)
+        return [region.numel() for region in vllm.adapter("vllm_versions").regions_of({"a": raw, "b": raw}, config)[0]]
+
+    with installed(NEW) as vllm:
+        assert regions(64) == [64, 96]
+        for second in (0, 63):
+            with pytest.raises(ConfigError, match="blocks of different sizes in the same memory"):
+                regions(second)

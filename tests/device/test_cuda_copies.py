@@ -30,9 +30,17 @@ def memory(name: str, num_bytes: int, *, parts: int = 1, stripe: int = 0, gap: i
     """Random bytes; in several parts they lie `gap` bytes apart inside one allocation, or in one allocation each."""
     size = num_bytes // parts
     if apart:
-        return Memory(name, tuple(torch.randint(0, 256, (size,), dtype=torch.uint8) for _ in range(parts)), stripe)
+        return Memory(
+            name, tuple(torch.randint(0, 256, (size,), dtype=torch.uint8) for _ in range(parts)), (stripe,) * parts
+        )
     whole = torch.randint(0, 256, (parts * (size + gap),), dtype=torch.uint8)
-    return Memory(name, tuple(whole[index * (size + gap) :][:size] for index in range(parts)), stripe)
+    return Memory(name, tuple(whole[index * (size + gap) :][:size] for index in range(parts)), (stripe,) * parts)
+
+
+def unequal(num_rows: int, *stripes: int) -> Memory:
+    """Random bytes in parts of different sizes, in one allocation each."""
+    parts = tuple(torch.randint(0, 256, (num_rows * size,), dtype=torch.uint8) for size in stripes)
+    return Memory("kv", parts, stripes)
 
 
 def read(memory: Memory, start: int, size: int) -> bytes:
@@ -175,7 +183,7 @@ def test_blocks_that_fit_no_two_dimensional_copy_are_copied_as_a_batch(
 
 def test_layers_with_uneven_distances_are_copied_as_a_batch() -> None:
     whole = torch.zeros(STRIPE * 8, dtype=torch.uint8)
-    kv = Memory("kv", (whole[:STRIPE], whole[STRIPE : 2 * STRIPE], whole[4 * STRIPE : 5 * STRIPE]), STRIPE)
+    kv = Memory("kv", (whole[:STRIPE], whole[STRIPE : 2 * STRIPE], whole[4 * STRIPE : 5 * STRIPE]), (STRIPE,) * 3)
     assert isinstance(planned(batch(kv, [0], memory("host", 3 * STRIPE), [0], 3 * STRIPE)), Segments)
 
 
@@ -184,20 +192,24 @@ def test_layers_with_uneven_distances_are_copied_as_a_batch() -> None:
 
 @pytest.mark.parametrize("into_stripes", [True, False])
 @pytest.mark.parametrize(
-    ("starts", "size", "at_once"),
+    ("stripes", "starts", "size", "at_once"),
     [
-        pytest.param([0, 640, 320], 320, True, id="whole blocks"),
-        pytest.param([64, 704, 384], 128, True, id="some layers"),
-        pytest.param([256, 0], 64, False, id="not the same layers"),
-        pytest.param([8, 328], 64, False, id="from inside a stripe"),
-        pytest.param([256], 128, False, id="on into the next row"),
-        pytest.param([0, 320], 96, False, id="half a stripe"),
+        pytest.param((64,) * 5, [0, 640, 320], 320, True, id="whole blocks"),
+        pytest.param((64,) * 5, [64, 704, 384], 128, True, id="some layers"),
+        pytest.param((64,) * 5, [256, 0], 64, False, id="not the same layers"),
+        pytest.param((64,) * 5, [8, 328], 64, False, id="from inside a stripe"),
+        pytest.param((64,) * 5, [256], 128, False, id="on into the next row"),
+        pytest.param((64,) * 5, [0, 320], 96, False, id="half a stripe"),
+        pytest.param((64, 96, 32, 128), [0, 640, 320], 320, True, id="whole unequal blocks"),
+        pytest.param((64, 96, 32, 128), [64, 704, 384], 128, True, id="some unequal layers"),
+        pytest.param((64, 96, 32, 128), [192], 192, False, id="unequal, on into the next row"),
+        pytest.param((64, 96, 32, 128), [64, 384], 32, False, id="a part of an unequal stripe"),
     ],
 )
 def test_both_ways_to_split_segments_into_stripes_give_the_same_result(
-    into_stripes: bool, starts: list[int], size: int, at_once: bool
+    into_stripes: bool, stripes: tuple[int, ...], starts: list[int], size: int, at_once: bool
 ) -> None:
-    kv, host = memory("kv", 960, parts=5, stripe=64, apart=True), memory("host", 960)
+    kv, host = unequal(3, *stripes), memory("host", 960)
     offsets = [size * index for index in range(len(starts))]
     copy = batch(host, offsets, kv, starts, size) if into_stripes else batch(kv, starts, host, offsets, size)
     source, target = addresses_of(copy.source), addresses_of(copy.target)
@@ -287,21 +299,21 @@ def copied(device: CudaDevice, gpu: FakeGpu, copy: CopyBatch, *, first: int | No
     assert [read(copy.target, start, copy.size) for start in copy.target_starts.tolist()] == expected
 
 
-SHAPES = {
-    "flat": {},
-    "striped": {"parts": 4, "stripe": 96},
-    "striped with gaps": {"parts": 4, "stripe": 96, "gap": 32},
-    "striped otherwise": {"parts": 3, "stripe": 32},
-    "apart": {"parts": 4, "stripe": 96, "apart": True},
+ROW = 96 * 4
+SHAPES: dict[str, Callable[[int], Memory]] = {
+    "flat": lambda rows: memory("kv", rows * ROW),
+    "striped": lambda rows: memory("kv", rows * ROW, parts=4, stripe=96),
+    "striped with gaps": lambda rows: memory("kv", rows * ROW, parts=4, stripe=96, gap=32),
+    "striped otherwise": lambda rows: memory("kv", rows * ROW, parts=3, stripe=32),
+    "apart": lambda rows: memory("kv", rows * ROW, parts=4, stripe=96, apart=True),
+    "unequal": lambda rows: unequal(rows, 96, 24, ROW - 120),
 }
 
 
 def scattered(source: str, target: str) -> CopyBatch:
     """Eight blocks from one shape of memory to places in random order of another."""
-    size, num_bytes = 96 * 4, 96 * 3 * 4 * 4
-    one, other = memory("one", num_bytes, **SHAPES[source]), memory("other", num_bytes, **SHAPES[target])  # type: ignore[arg-type]
-    order = np.random.default_rng(0).permutation(num_bytes // size)[:8]
-    return batch(one, (np.arange(8) * size).tolist(), other, (order * size).tolist(), size)
+    order = np.random.default_rng(0).permutation(12)[:8]
+    return batch(SHAPES[source](12), (np.arange(8) * ROW).tolist(), SHAPES[target](12), (order * ROW).tolist(), ROW)
 
 
 @pytest.mark.parametrize("source", SHAPES)
@@ -358,20 +370,14 @@ def in_order(kernels: list[str], gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("num_blocks", [2, 8])
 @pytest.mark.parametrize("layers", [range(4), range(1, 3)], ids=["whole blocks", "some layers"])
+@pytest.mark.parametrize("sizes", [(4, 4, 4, 4), (3, 2, 6, 5)], ids=["equal", "unequal"])
 def test_layers_apart_are_distributed_from_a_buffer(
-    device: CudaDevice, gpu: FakeGpu, in_order: list[str], layers: range, num_blocks: int
+    device: CudaDevice, gpu: FakeGpu, in_order: list[str], sizes: tuple[int, ...], layers: range, num_blocks: int
 ) -> None:
-    stripe = KERNEL_BELOW
-    kv, slots = memory("kv", stripe * 32, parts=4, stripe=stripe, apart=True), memory("host", stripe * 32)
-    order = np.random.default_rng(0).permutation(8)[:num_blocks]
-    first, size = layers.start * stripe, len(layers) * stripe
-    copy = batch(
-        slots,
-        [index * 4 * stripe + first for index in range(num_blocks)],
-        kv,
-        (order * 4 * stripe + first).tolist(),
-        size,
-    )
+    kv, slots = unequal(8, *(size * KERNEL_BELOW // 4 for size in sizes)), memory("host", KERNEL_BELOW * 32)
+    order, row = np.random.default_rng(0).permutation(8)[:num_blocks], KERNEL_BELOW * 4
+    first, size = sum(kv.stripes[: layers.start]), sum(kv.stripes[layers.start : layers.stop])
+    copy = batch(slots, (np.arange(num_blocks) * row + first).tolist(), kv, (order * row + first).tolist(), size)
     device.make_stages(count=1, num_bytes=3 * size)
     copied(device, gpu, copy, first=0)
     whole = [3] * (num_blocks // 3) + [num_blocks % 3]

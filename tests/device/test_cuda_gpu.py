@@ -170,14 +170,14 @@ def host_of(device: CudaDevice, num_bytes: int) -> Memory:
 
 def split(memory: Memory, parts: int, stripe: int) -> Memory:
     """The same bytes as evenly spaced layers."""
-    return Memory(f"{memory.name} split", tuple(memory.data.chunk(parts)), stripe)
+    return Memory(f"{memory.name} split", tuple(memory.data.chunk(parts)), (stripe,) * parts)
 
 
 def flat(memory: Memory) -> torch.Tensor:
     """Its bytes in the order of its offsets, on the host."""
     if len(memory.parts) == 1:
         return memory.data.cpu()
-    return torch.stack([part.cpu().view(-1, memory.stripe) for part in memory.parts], 1).reshape(-1)
+    return torch.stack([part.cpu().view(-1, memory.stripes[0]) for part in memory.parts], 1).reshape(-1)
 
 
 @pytest.mark.parametrize("layout", ["flat", "evenly spaced layers", "layers apart"])

@@ -54,7 +54,7 @@ def test_stripes_in_allocations_of_their_own_are_filled_from_a_buffer() -> None:
         torch.cuda.default_stream().synchronize()
         order = np.random.default_rng(0).permutation(count).astype(np.int64)
         starts = np.arange(count, dtype=np.int64) * size
-        batch = device.prepare(CopyBatch(host, Memory("kv", parts, stripe), starts, order * size, size))
+        batch = device.prepare(CopyBatch(host, Memory("kv", parts, (stripe,) * layers), starts, order * size, size))
         stream = device.stream("load-0")
         fences = [stream.submit_copy(batch, 0, 17), stream.submit_copy(batch, 17, count)]
         assert device.wait_host(fences[1], reason="test", timeout_s=60)

@@ -66,7 +66,9 @@ def test_a_vector_that_is_not_finite_comes_back_as_nan_and_its_neighbours_do_not
 
 def test_striped_memory_is_refused() -> None:
     form = vectors("float32")
-    kv = Memory("kv", tuple(torch.zeros(form.plain_bytes, dtype=torch.uint8) for _ in range(2)), form.plain_bytes // 2)
+    kv = Memory(
+        "kv", tuple(torch.zeros(form.plain_bytes, dtype=torch.uint8) for _ in range(2)), (form.plain_bytes // 2,) * 2
+    )
     host = Memory("host", (torch.zeros(form.packed_bytes, dtype=torch.uint8),))
     batch = CopyBatch(kv, host, np.array([0]), np.array([0]), form.packed_bytes, packs=form)
     with pytest.raises(InvariantError, match="kv to host: striped KV cannot be packed"):

@@ -6,10 +6,11 @@ import pytest
 import torch
 from transfer_rig import LAYOUT, Rig, content, key, keys
 
+from sidestream_kv.connectors.chunks import RegionLayout
 from sidestream_kv.device.base import CopyBatch, Memory
 from sidestream_kv.device.cpu import CpuDevice
 from sidestream_kv.device.host import HostStream
-from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.kv.layout import KVLayout, LayeredLayout
 from sidestream_kv.kv.pool import PoolExhausted
 from sidestream_kv.offload.connector import LoadFailed
 from sidestream_kv.offload.pacing import layers_batch
@@ -68,10 +69,11 @@ def test_stored_blocks_are_loaded_byte_for_byte(rig: Rig, from_ids: list[int], t
     assert not any(rig.rows()[list(untouched)].flatten().tolist())
 
 
-def test_copies_of_random_blocks_and_layers_write_exactly_their_bytes() -> None:
+@pytest.mark.parametrize("layout", [LAYOUT, RegionLayout(96, 4, parts=(8, 24, 48, 16))], ids=["equal", "unequal"])
+def test_copies_of_random_blocks_and_layers_write_exactly_their_bytes(layout: LayeredLayout) -> None:
     rng, torch_rng = random.Random(1), torch.Generator().manual_seed(1)
     for _ in range(50):
-        source, target = (_random_memory(name, torch_rng) for name in ("a", "b"))
+        source, target = (_random_memory(name, layout, torch_rng) for name in ("a", "b"))
         before, count = target.memory.data.clone().view(12, -1), rng.randint(0, 12)
         source_ids, target_ids = rng.sample(range(12), count), rng.sample(range(12), count)
         if rng.random() < 0.5:
@@ -80,7 +82,7 @@ def test_copies_of_random_blocks_and_layers_write_exactly_their_bytes() -> None:
         first, stop = sorted(rng.sample(range(4), 2))
         for from_, to in layers_batch(source, source_ids, target, target_ids, range(first, stop)).runs():
             to.copy_(from_)
-        span = slice(first * LAYOUT.layer_bytes, stop * LAYOUT.layer_bytes)
+        span = slice(layout.layer_borders[first], layout.layer_borders[stop])
         before[target_ids, span] = source.memory.data.view(12, -1)[source_ids, span]
         assert torch.equal(target.memory.data.view(12, -1), before)
 
@@ -104,9 +106,9 @@ def test_a_copy_of_some_layers_does_not_change_other_layers(layers: tuple[int, .
     assert torch.equal(target.memory.data.view(4, 6, -1), expected)
 
 
-def _random_memory(name: str, rng: torch.Generator) -> BlockMemory:
-    data = torch.randint(0, 256, (12 * LAYOUT.block_bytes,), dtype=torch.uint8, generator=rng)
-    return BlockMemory(Memory(name, (data,)), LAYOUT)
+def _random_memory(name: str, layout: LayeredLayout, rng: torch.Generator) -> BlockMemory:
+    data = torch.randint(0, 256, (12 * layout.block_bytes,), dtype=torch.uint8, generator=rng)
+    return BlockMemory(Memory(name, (data,)), layout)
 
 
 # ------------------------------------------------------------------ store

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from sidestream_kv.connectors.carrier import Carrier, Finished
 from sidestream_kv.connectors.key_events import KeyEvents
 from sidestream_kv.connectors.orders import Orders, Report
 from sidestream_kv.connectors.planner import Planner
-from sidestream_kv.connectors.vllm_identity import weights_of
+from sidestream_kv.connectors.vllm_identity import each_layer_waits, weights_of
 from sidestream_kv.connectors.vllm_stats import Stats, prometheus_metrics
 from sidestream_kv.device.base import Device, Memory, Stream
 from sidestream_kv.device.cpu import CpuDevice
@@ -123,6 +123,7 @@ class SidestreamConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         self._carrier: Carrier | None = None
         self._finished = Finished()
         self._layers: dict[str, list[int]] = {}  # parts of a block, by name of a layer
+        self._by_layer = False
         self._stats = Stats()
         if role == KVConnectorRole.SCHEDULER:
             vllm_versions.warn_if_untried()
@@ -139,34 +140,24 @@ class SidestreamConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Open the tiers. Raises ConfigError if they cannot be used."""
         regions, layers = vllm_versions.regions_of(kv_caches, self._kv_cache_config)
-        self._open(regions, layers, num_layers=len(regions))
+        self._open(regions, layers, [region.numel() // self._kv_cache_config.num_blocks for region in regions])
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
         """Open the tiers, for one tensor that has all layers of a block together."""
         raw = torch.empty(0, dtype=torch.uint8, device=kv_cache.device).set_(kv_cache.untyped_storage())
         num_layers, layers = vllm_versions.layers_in_blocks(kv_cache, self._kv_cache_config)
-        self._open([raw], layers, num_layers=num_layers)
+        page = raw.numel() // self._kv_cache_config.num_blocks // num_layers
+        self._open([raw], layers, [page] * num_layers)
 
     @property
     def prefer_cross_layer_blocks(self) -> bool:
         """True: a block in one piece is copied fastest."""
         return True
 
-    def _open(self, regions: list[torch.Tensor], layers: dict[str, list[int]], *, num_layers: int) -> None:
-        blocks = self._kv_cache_config.num_blocks
-        sizes = {region.numel() // blocks for region in regions}
-        if len(sizes) != 1:
-            raise ConfigError(
-                f"SidestreamConnector: blocks have {sorted(sizes)} bytes in {len(regions)} tensors of KV, and only "
-                "equal sizes can be copied. Set VLLM_KV_CACHE_LAYOUT=BLHNC, which gives a block one tensor, if vLLM "
-                f"{vllm_versions.VERSION} and its attention backend have it; or use the secondary tier (docs/vllm.md)"
-            )
-        (size,) = sizes
-        self._layers = layers
+    def _open(self, regions: list[torch.Tensor], layers: dict[str, list[int]], parts: Sequence[int]) -> None:
+        self._layers, self._by_layer = layers, each_layer_waits(self._vllm_config, layers)
         parallel = self._vllm_config.parallel_config
-        layout = vllm_versions.layout_of(
-            self._vllm_config, self._kv_cache_config, num_layers=num_layers, block_bytes=size * len(regions)
-        )
+        layout = vllm_versions.layout_of(self._vllm_config, self._kv_cache_config, tuple(parts))
         fingerprint = self._options.fingerprint or ""
         if self._options.disk is not None:
             layout = dataclasses.replace(
@@ -183,7 +174,7 @@ class SidestreamConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         self._carrier = Carrier(
             rank=parallel.rank,
             device=device,
-            memory=BlockMemory(Memory("kv", tuple(regions), stripe=size), layout),
+            memory=BlockMemory(Memory("kv", tuple(regions), layout.parts), layout),
             tiers=tiers,
             stream=stream,
             load_deadline_s=config.load_deadline_s,
@@ -196,8 +187,8 @@ class SidestreamConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         super().bind_connector_metadata(connector_metadata)
         if self._carrier is not None and isinstance(connector_metadata, SidestreamMetadata):
             orders = connector_metadata.orders
-            by_layer = vllm_versions.calls_by_layer(self._vllm_config, most_tokens=orders.most_tokens)
-            self._carrier.begin(orders, by_layer=by_layer)
+            calls = vllm_versions.calls_by_layer(self._vllm_config, most_tokens=orders.most_tokens)
+            self._carrier.begin(orders, by_layer=self._by_layer and calls)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing: see `wait_for_save`."""

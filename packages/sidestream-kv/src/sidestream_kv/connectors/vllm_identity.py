@@ -1,10 +1,12 @@
-"""The weights that vLLM's KV comes from, so that a directory never serves that of another model. Imports nothing of
-vLLM, but knows attributes of its configurations that all versions have.
+"""What vLLM's configuration says of the model: the weights that its KV comes from, so that a directory never serves
+that of another model, and whether all layers wait for loads. Imports nothing of vLLM, but knows attributes of its
+configurations that all versions have.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from sidestream_kv.connectors.checkpoint import fingerprint_of
@@ -36,3 +38,12 @@ def _model_of(model: Any, load: Any) -> list[str]:
     effective = json.dumps(config, sort_keys=True)
     # rule: fingerprint-has-all-parts
     return [weights, effective, str(model.dtype), str(model.quantization), str(load.load_format)]
+
+
+def each_layer_waits(vllm_config: Any, layers: Iterable[str]) -> bool:
+    """Whether vLLM calls `wait_for_layer_load` for each of these layers. It does in its own classes of attention only:
+    an indexer reads its keys before the attention after it calls.
+    """
+    modules = vllm_config.compilation_config.static_forward_context
+    kinds = ({base.__name__ for base in type(modules.get(name)).__mro__} for name in layers)
+    return all(kind & {"Attention", "MLAAttention"} for kind in kinds)  # rule: indexer-lets-the-step-wait

@@ -27,7 +27,7 @@ from vllm.v1.core.sched import output as sched_output
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.tiering.base import JobResult
 
-from sidestream_kv.connectors.chunks import ChunkLayout, RegionLayout, digest_of
+from sidestream_kv.connectors.chunks import ChunkLayout, RegionLayout, check_apart, digest_of
 from sidestream_kv.connectors.key_events import BlockEvent
 from sidestream_kv.connectors.planner import STATE_WINDOW, Group
 from sidestream_kv.errors import ConfigError
@@ -35,7 +35,6 @@ from sidestream_kv.types import HOST
 
 _log = logging.getLogger(__name__)
 
-VERSION: str = vllm.__version__
 TRIED = "0.25.1 and 0.32.0"
 _OLDEST, _TOO_NEW = (0, 25, 1), (0, 33)
 
@@ -235,12 +234,11 @@ def states_of(scheduler_output: Any) -> Mapping[str, Sequence[tuple[int, int, in
     return {} if state is None else state.boundary_state_offloads
 
 
-def layout_of(vllm_config: Any, kv_cache_config: Any, *, num_layers: int, block_bytes: int) -> RegionLayout:
-    """The layout of a block of `num_layers` equal parts: regions (see `regions_of`), or layers inside a block."""
+def layout_of(vllm_config: Any, kv_cache_config: Any, parts: tuple[int, ...]) -> RegionLayout:
+    """The layout of a block with parts of so many bytes: regions (see `regions_of`), or layers inside a block."""
     boundary, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     described = _described(vllm_config, kv_cache_config.kv_cache_groups, hash_tokens=hash_tokens)
-    fields = {"vllm": vllm.__version__, **described, "parts": str(num_layers)}
-    return RegionLayout(block_bytes, boundary, fields, num_layers=num_layers)
+    return RegionLayout(sum(parts), boundary, {"vllm": vllm.__version__, **described}, parts)
 
 
 def check_hash(vllm_config: Any) -> dict[str, str]:
@@ -251,9 +249,9 @@ def check_hash(vllm_config: Any) -> dict[str, str]:
 def regions_of(kv_caches: Mapping[str, Any], kv_cache_config: Any) -> tuple[list[torch.Tensor], dict[str, list[int]]]:
     """The memory of KV as regions: uint8 tensors in which block `i` has the bytes from `i * size` on, where `size` is
     the region's number of bytes divided by the number of blocks. All groups of layers share the regions. Also returns
-    which regions each layer has, by its name.
+    which regions each layer has, by its name. Raises ConfigError for regions that overlap.
     """
-    regions: dict[int, torch.Tensor] = {}
+    regions: dict[tuple[int, int], torch.Tensor] = {}
     of_layers: dict[str, list[int]] = {}
     blocks = kv_cache_config.num_blocks
     for described in kv_cache_config.kv_cache_tensors:
@@ -276,12 +274,14 @@ def regions_of(kv_caches: Mapping[str, Any], kv_cache_config: Any) -> tuple[list
         numbers = []
         for first in firsts:
             region = raw[first : first + blocks * stride]
-            regions.setdefault(region.data_ptr(), region)
-            numbers.append(list(regions).index(region.data_ptr()))
+            ends = region.data_ptr(), region.data_ptr() + region.numel()
+            regions.setdefault(ends, region)
+            numbers.append(list(regions).index(ends))
         for index, name in enumerate(names):
             together = layer_stride is None or len(firsts) < len(names)  # layers of different groups, or of a block
             share = slice(None) if together else slice(index * len(firsts) // len(names), None)
             of_layers[name] = numbers[share][: None if together else len(firsts) // len(names)]
+    check_apart(regions)
     return list(regions.values()), of_layers
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from mmap import mmap
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -44,17 +44,22 @@ class Memory:
     """Memory that streams read and write.
 
     name       identifies the memory in an `Access`
-    parts      uint8 tensors of equal size, on one device. Byte offsets are striped over the parts: consecutive runs of
-               `stripe` bytes lie in consecutive parts. So a KV block has consecutive offsets even if each layer is a
-               separate allocation
-    stripe     bytes in a run; not used if there is one part
+    parts      uint8 tensors on one device. Byte offsets are striped over the parts: each row has `stripes[i]` bytes of
+               part `i`, one part after another. So a KV block has consecutive offsets even if each layer is a separate
+               allocation
+    stripes    bytes of a row in each part; not used if there is one part
+    borders    where each part begins in a row, and where the row ends
     pageable   whether this is host memory that is not pinned: a copy from or to it would block the submitting thread
     """
 
     name: str
     parts: tuple[torch.Tensor, ...]
-    stripe: int = 0
+    stripes: tuple[int, ...] = ()
     pageable: bool = False
+    borders: Starts = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "borders", np.cumsum((0, *self.stripes)))
 
     @property
     def num_bytes(self) -> int:
@@ -71,14 +76,28 @@ class Memory:
         """For each byte offset of `starts`, the index of its part and the offset inside that part."""
         if len(self.parts) == 1:
             return np.zeros_like(starts), starts
-        stripes, inside = np.divmod(starts, self.stripe)
-        rows, parts = np.divmod(stripes, len(self.parts))
-        return parts, rows * self.stripe + inside
+        rows, inside = np.divmod(starts, self.borders[-1])
+        stops = self.borders.searchsorted(inside, side="right")
+        begins = self.borders[stops - 1]
+        return stops - 1, rows * (self.borders[stops] - begins) + inside - begins
+
+    def cuts(self, starts: Starts, size: int) -> list[int]:
+        """The offsets inside segments of `size` bytes at which they go on in the next part."""
+        if len(self.parts) == 1 or not len(starts):
+            return []
+        stops = self.borders[1:2] if len(set(self.stripes)) == 1 else self.borders[1:]
+        inside = starts % stops[-1]
+        if (inside != inside[0]).any():  # rule: segments-are-cut-alike
+            raise InvariantError(f"{self.name}: the segments of a copy begin at different places of their stripes")
+        offsets = np.add.outer(np.arange(size // stops[-1] + 2) * stops[-1] - inside[0], stops).ravel()
+        cuts: list[int] = offsets[(offsets > 0) & (offsets < size)].tolist()
+        return cuts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyBatch:
-    """Segments of equal size to copy from one memory to another, in any order.
+    """Segments of equal size to copy from one memory to another, in any order. In striped memory, all of them begin at
+    the same place of a stripe, and of a row if its stripes differ.
 
     source_starts, target_starts   int64 byte offsets, of equal length
     size                           bytes of each segment; those of its packed form, if it is packed or unpacked
@@ -130,35 +149,27 @@ class CopyBatch:
         # rule: copy-declares-what-it-writes
         return [*reads, *(Access(name, start, start + size, True) for start in self.target_starts.tolist())]
 
-    def contiguous(self) -> CopyBatch:
-        """The same copy with smaller segments, each of them contiguous in both memories: cut at the stripes."""
+    def pieces(self) -> tuple[Starts, Starts, Starts]:
+        """The segments, one after another, cut into pieces that are contiguous in both memories: where each piece
+        begins in the source and in the target, and its size in bytes.
+        """
         if self.converts and len(self.source.parts) + len(self.target.parts) > 2:
             raise InvariantError(f"{self.source.name} to {self.target.name}: striped KV cannot be packed or unpacked")
-        stripes = [
-            memory.stripe
-            for memory in (self.source, self.target)
-            if len(memory.parts) > 1 and memory.stripe < self.size
-        ]
-        if not stripes:
-            return self
-        piece = min(stripes)
-        offsets = np.arange(0, self.size, piece, dtype=np.int64)
-        source, target = ((starts[:, None] + offsets).ravel() for starts in (self.source_starts, self.target_starts))
-        return CopyBatch(self.source, self.target, source, target, piece)
+        sides = (self.source, self.source_starts), (self.target, self.target_starts)
+        cuts = sorted({offset for memory, starts in sides for offset in memory.cuts(starts, self.size)})
+        if not cuts:
+            return self.source_starts, self.target_starts, np.full(len(self.source_starts), self.size)
+        source, target = (np.add.outer(starts, [0, *cuts]).ravel() for _, starts in sides)
+        return source, target, np.tile(np.diff([0, *cuts, self.size]), len(self.source_starts))
 
     def segments(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Contiguous segments as pairs `(source, target)` of uint8 tensors."""
-        batch = self.contiguous()
-        for (from_part, from_), (to_part, to) in zip(
-            *(
-                zip(*(array.tolist() for array in memory.locate(starts)), strict=True)
-                for memory, starts in ((batch.source, batch.source_starts), (batch.target, batch.target_starts))
-            ),
-            strict=True,
-        ):
+        sources, targets, sizes = self.pieces()
+        located = *self.source.locate(sources), *self.target.locate(targets), sizes
+        for from_part, from_, to_part, to, size in zip(*(array.tolist() for array in located), strict=True):
             yield (
-                batch.source.parts[from_part][from_ : from_ + batch.source_size],
-                batch.target.parts[to_part][to : to + batch.target_size],
+                self.source.parts[from_part][from_ : from_ + size + self.source_size - self.size],
+                self.target.parts[to_part][to : to + size + self.target_size - self.size],
             )
 
     def converted(self, segment: torch.Tensor) -> torch.Tensor:
@@ -168,23 +179,17 @@ class CopyBatch:
         return segment if self.unpacks is None else unpack(segment, self.unpacks)
 
     def runs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The copy as pairs `(source, target)` of uint8 `[n, size]`. Each pair combines as many consecutive segments as
-        have the same distance in source and target.
+        """The copy as pairs `(source, target)` of uint8 `[n, size]`. Each pair combines as many consecutive pieces as
+        have the same size, and the same distance in source and target.
         """
-        batch = self.contiguous()
-        (source_parts, source_starts), (target_parts, target_starts) = (
-            memory.locate(starts)
-            for memory, starts in ((batch.source, batch.source_starts), (batch.target, batch.target_starts))
-        )
-        first, count, size = 0, len(batch.source_starts), batch.size
-        steps = _steps(source_parts, source_starts, target_parts, target_starts, size)
+        source_starts, target_starts, sizes = self.pieces()
+        located = *self.source.locate(source_starts), *self.target.locate(target_starts), sizes
+        first, count, steps = 0, len(sizes), _steps(*located)
         sources, targets = (
-            [(part, part.storage_offset()) for part in memory.parts] for memory in (batch.source, batch.target)
+            [(part, part.storage_offset()) for part in memory.parts] for memory in (self.source, self.target)
         )
-        located = zip(
-            *(array.tolist() for array in (source_parts, source_starts, target_parts, target_starts)), strict=True
-        )
-        for index, (source_part, source_start, target_part, target_start) in enumerate(located):
+        pieces = zip(*(array.tolist() for array in located), strict=True)
+        for index, (source_part, source_start, target_part, target_start, size) in enumerate(pieces):
             if index < first:
                 continue
             step, first = steps[index], index + 1
@@ -199,15 +204,15 @@ class CopyBatch:
 
 
 def _steps(
-    source_parts: Starts, source_starts: Starts, target_parts: Starts, target_starts: Starts, size: int
+    source_parts: Starts, source_starts: Starts, target_parts: Starts, target_starts: Starts, sizes: Starts
 ) -> list[int]:
-    """Bytes from each segment to the next segment. 0 if this distance differs between source and target, if the next
-    segment is in another part, and for the last segment.
+    """Bytes from each piece to the next piece. 0 if this distance differs between source and target, if the next piece
+    has another size or is in another part, and for the last piece.
     """
     step = np.diff(source_starts)
-    alike = (
-        (np.diff(source_parts) == 0) & (np.diff(target_parts) == 0) & (np.diff(target_starts) == step) & (step >= size)
-    )
+    alike = (np.diff(target_starts) == step) & (step >= sizes[:-1])
+    for equal in (source_parts, target_parts, sizes):
+        alike &= np.diff(equal) == 0
     return [*np.where(alike, step, 0).tolist(), 0]
 
 

@@ -50,6 +50,11 @@ class EightBitLayout:
         return self.plain.layer_bytes // vectors.plain_bytes * vectors.packed_bytes
 
     @property
+    def layer_borders(self) -> Sequence[int]:
+        """Where each layer begins in a block, and where the last one ends."""
+        return range(0, self.num_layers * self.layer_bytes + 1, self.layer_bytes)
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one block: its layers and, so that a disk can read it past the page cache, the rest of a page."""
         num_bytes = self.num_layers * self.layer_bytes

@@ -38,9 +38,8 @@ class BlockLayout(Protocol):
 
 @runtime_checkable
 class LayeredLayout(BlockLayout, Protocol):
-    """All that copies between a device and host memory know of a block: layers of equal size, one after another.
-    `KVLayout` is one.
-    """
+    """All that copies between a device and host memory know of a block: its layers, one after another. `KVLayout` is
+    one."""
 
     @property
     def num_layers(self) -> int:
@@ -48,8 +47,8 @@ class LayeredLayout(BlockLayout, Protocol):
         ...
 
     @property
-    def layer_bytes(self) -> int:
-        """Bytes of one layer of a block. Each layer is contiguous."""
+    def layer_borders(self) -> Sequence[int]:
+        """Where each layer begins in a block, and where the last one ends. Each layer is contiguous."""
         ...
 
     @property
@@ -128,6 +127,11 @@ class KVLayout:
     def layer_bytes(self) -> int:
         """Bytes of one layer in one block. Each layer is contiguous."""
         return self.block_bytes // self.num_layers
+
+    @property
+    def layer_borders(self) -> Sequence[int]:
+        """Where each layer begins in a block, and where the last one ends."""
+        return range(0, self.block_bytes + 1, self.layer_bytes)
 
     @property
     def partial_bytes(self) -> int:

@@ -320,22 +320,26 @@ def layers_batch(
     target_ids: Sequence[int],
     layers: Sequence[int],
 ) -> CopyBatch:
-    """A copy of some layers of each block: from `source_ids[i]` to the same layers of `target_ids[i]`. `layers` ascend.
+    """A copy of some layers of each block: from `source_ids[i]` to the same layers of `target_ids[i]`. `layers` ascend,
+    and are neighbours if their sizes differ.
     Neighbouring layers are one segment if all runs of neighbours have the same length, else several segments. They are
     packed, or unpacked, if only the target, or only the source, has an `EightBitLayout`.
     """
     breaks = [0, *(at for at in range(1, len(layers)) if layers[at] != layers[at - 1] + 1), len(layers)]
     size = math.gcd(*(stop - start for start, stop in pairwise(breaks)))
+    sides = [
+        (each.layout, each.layout.layer_borders, ids) for each, ids in ((source, source_ids), (target, target_ids))
+    ]
     starts, targets = (
-        (np.array(ids, np.int64)[:, None] * layout.block_bytes + np.array(layers[::size]) * layout.layer_bytes).ravel()
-        for layout, ids in ((source.layout, source_ids), (target.layout, target_ids))
+        np.add.outer(np.array(ids, np.int64) * layout.block_bytes, [borders[at] for at in layers[::size]]).ravel()
+        for layout, borders, ids in sides
     )
     return CopyBatch(
         source.memory,
         target.memory,
         starts,
         targets,
-        size * min(source.layout.layer_bytes, target.layout.layer_bytes),
+        min(borders[layers[0] + size] - borders[layers[0]] for _, borders, _ in sides),
         packs=target.layout.packed if isinstance(target.layout, EightBitLayout) else None,
         unpacks=source.layout.packed if isinstance(source.layout, EightBitLayout) else None,
     )

@@ -142,7 +142,7 @@ class Copier:
             arriving[0] = self._stage.data_ptr() + np.arange(count) * staged.segment_bytes
             arriving[1], arriving[2] = stripes[1, :: staged.height], staged.segment_bytes
             self._engine(arriving, from_device=False, to_device=True)
-            stripes[1] = self._stage.data_ptr() + np.arange(stripes.shape[1]) * stripes[2, 0]
+            stripes[1] = self._stage.data_ptr() + np.cumsum(stripes[2]) - stripes[2]
             mapped_table[: stripes.size] = stripes.ravel()
             copy_segments(
                 mapped_table.ctypes.data,

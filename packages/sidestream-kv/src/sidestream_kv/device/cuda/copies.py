@@ -79,7 +79,7 @@ class Staged:
     @property
     def segment_bytes(self) -> int:
         """Bytes of each segment."""
-        return self.height * int(self.table[2, 0])
+        return int(self.table[2, : self.height].sum())
 
 
 def addresses_of(memory: Memory, borders: Sequence[int] = ()) -> MemoryAddresses:
@@ -113,16 +113,13 @@ def staged(batch: CopyBatch, source: MemoryAddresses, target: MemoryAddresses) -
     """The batch as `Staged`; None if it does not copy stripes between `KERNEL_BELOW` and `GRID_BELOW` from host memory
     with one part to a device.
     """
-    width = batch.target.stripe
-    if not (len(source.bases) == 1 < len(target.bases) and KERNEL_BELOW <= width < GRID_BELOW and batch.size > width):
+    if not len(source.bases) == 1 < len(target.bases):
+        return None
+    width = sum(batch.target.stripes) / len(target.bases)
+    if not (KERNEL_BELOW <= width < GRID_BELOW and batch.size > width):
         return None
     table = _whole_stripes(batch, source, target)
-    return None if table is None else Staged(table, batch.size // width)
-
-
-def segments(batch: CopyBatch, source: MemoryAddresses, target: MemoryAddresses, *, merged: bool = True) -> Table:
-    """The batch as a table of contiguous segments. `merged`: see `plan`."""
-    return _table(batch.contiguous(), source, target, merged=merged)
+    return None if table is None else Staged(table, table.shape[1] // len(batch.source_starts))
 
 
 def _grid(batch: CopyBatch, source: MemoryAddresses, target: MemoryAddresses, max_pitch: int) -> Grid | None:
@@ -132,10 +129,11 @@ def _grid(batch: CopyBatch, source: MemoryAddresses, target: MemoryAddresses, ma
     if (striped := _striped_side(batch, source, target)) is None:
         return None
     striped_source, memory, addresses, starts = striped
-    width = memory.stripe
+    width = memory.stripes[0]
     height = batch.size // width
     if not (
         KERNEL_BELOW <= width < GRID_BELOW
+        and len(set(memory.stripes)) == 1
         and height > 1
         and height * width == batch.size
         and width <= addresses.pitch <= max_pitch
@@ -175,37 +173,32 @@ def _whole_stripes(batch: CopyBatch, source: MemoryAddresses, target: MemoryAddr
         return None
     striped_source, memory, addresses, starts = striped
     other, other_starts = (target, batch.target_starts) if striped_source else (source, batch.source_starts)
-    stripe, height = memory.stripe, batch.size // memory.stripe
-    rows, inside = np.divmod(starts, stripe * len(addresses.bases))
-    first, rest = divmod(int(inside[0]), stripe)
-    if rest or height * stripe != batch.size or first + height > len(addresses.bases) or (inside != inside[0]).any():
+    borders = memory.borders
+    rows, inside = np.divmod(starts, borders[-1])
+    first, stop = borders.searchsorted((inside[0], inside[0] + batch.size)).tolist()
+    if stop == len(borders) or borders[stop] - borders[first] != batch.size or (inside != borders[first]).any():
         return None
-    table = np.empty((3, len(starts), height), dtype=np.int64)
-    table[int(striped_source)] = (rows * stripe)[:, None] + addresses.bases[first : first + height]
-    table[int(not striped_source)] = (other_starts + other.bases)[:, None] + np.arange(0, batch.size, stripe)
-    table[2] = stripe
+    stripes = _steps(borders[first : stop + 1])
+    table = np.empty((3, len(starts), stop - first), dtype=np.int64)
+    table[int(striped_source)] = rows[:, None] * stripes + addresses.bases[first:stop]
+    table[int(not striped_source)] = (other_starts + other.bases - borders[first])[:, None] + borders[first:stop]
+    table[2] = stripes
     return table.reshape(3, -1)
 
 
-def _table(pieces: CopyBatch, source: MemoryAddresses, target: MemoryAddresses, *, merged: bool) -> Table:
-    """The table of contiguous segments."""
-    size, count = pieces.size, len(pieces.source_starts)
-    sources = _addresses_at(pieces.source, source, pieces.source_starts)
-    targets = _addresses_at(pieces.target, target, pieces.target_starts)
-    follows = (_steps(targets) == size) & merged
+def segments(batch: CopyBatch, source: MemoryAddresses, target: MemoryAddresses, *, merged: bool = True) -> Table:
+    """The batch as a table of contiguous segments. `merged`: see `plan`."""
+    source_starts, target_starts, sizes = batch.pieces()
+    sources = _addresses_at(batch.source, source, source_starts)
+    targets = _addresses_at(batch.target, target, target_starts)
+    follows = (_steps(targets) == sizes[:-1]) & merged
     if follows.any():
-        follows &= _steps(sources) == size
+        follows &= _steps(sources) == sizes[:-1]
     if follows.any():  # neighbours are rare, and merging them doubles the time
-        follows &= _stays(pieces.source, source, pieces.source_starts) & _stays(
-            pieces.target, target, pieces.target_starts
-        )
+        follows &= _stays(batch.source, source, source_starts) & _stays(batch.target, target, target_starts)
         firsts = np.flatnonzero(np.concatenate(([True], ~follows)))
-        table = np.empty((3, len(firsts)), dtype=np.int64)
-        table[0], table[1], table[2] = targets[firsts], sources[firsts], np.diff(firsts, append=count) * size
-    else:
-        table = np.empty((3, count), dtype=np.int64)
-        table[0], table[1], table[2] = targets, sources, size
-    return table
+        return np.stack((targets[firsts], sources[firsts], np.add.reduceat(sizes, firsts)))
+    return np.array((targets, sources, sizes))
 
 
 def _addresses_at(memory: Memory, addresses: MemoryAddresses, starts: Starts) -> Starts:
