@@ -62,10 +62,10 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 LINES = {
     "sidestream_kv": 18_240,
     "sidestream_order": 6_050,
-    "sidestream": 50_660,
+    "sidestream": 50_930,
     "proof": 23_950,
-    "bench": 11_210,
-    "tests": 69_900,
+    "bench": 11_220,
+    "tests": 70_000,
 }
 
 
