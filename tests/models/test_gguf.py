@@ -189,7 +189,14 @@ def test_a_layer_of_a_packed_model_calls_ggml_three_times(made: Path, monkeypatc
     attention.o_proj(states)
     assert len(calls) == 3
     for part, product in zip((attention.v_proj, attention.k_proj, attention.q_proj), together[::-1], strict=True):
-        assert part(states.clone()).equal(product)
+        assert part(states.clone()).equal(product)  # of other states, so computed again
+    attention.q_proj(states[:, :1])
+    assert attention.k_proj(states[:, 1:]).equal(attention.k_proj(states[:, 1:].clone()))
+    for part in (layer.mlp, attention.o_proj):
+        first = part(states[:, :1])
+        before = first.clone()
+        assert not part(states[:, 1:]).equal(first)
+        assert first.equal(before)
     mlp = layer.mlp
     expected = mlp.down_proj(mlp.act_fn(mlp.gate_proj(states)) * mlp.up_proj(states))
     torch.testing.assert_close(inner, expected, atol=1e-4, rtol=1e-4)
