@@ -1,6 +1,6 @@
 """Tokens per second and memory of a GGUF model whose weights stay packed, beside llama.cpp on the same file. The two
-engines are in one process and decode in turn, after a prompt of 32 tokens. llama.cpp does not sample, and gets a fixed
-token.
+engines are in one process and decode in turn, after a prompt of 32 tokens, both with repacked weights. llama.cpp does
+not sample, and gets a fixed token.
 """
 
 from __future__ import annotations
@@ -33,9 +33,12 @@ def measure(
         gguf_model_dir(_config(layers), directory, _KINDS, 0)
     size = (directory / "model.gguf").stat().st_size
     on_progress("loading the model")
-    before = _anonymous_bytes()
-    with LLM(directory, device="cpu", kv_memory="256MiB", compute_threads=threads, prefix_cache=False) as llm:
-        ours_bytes = _anonymous_bytes() - before
+    options: dict[str, Any] = {"device": "cpu", "kv_memory": "256MiB", "prefix_cache": False}
+    begin = _anonymous_bytes()
+    with LLM(directory, compute_threads=threads, repack=False, **options):
+        ours_bytes = _anonymous_bytes() - begin
+    with LLM(directory, compute_threads=threads, repack=True, **options) as llm:
+        repacked_bytes = _anonymous_bytes() - begin
         before = _anonymous_bytes()
         theirs = _LlamaCpp(directory / "model.gguf", threads)
         theirs_bytes = _anonymous_bytes() - before
@@ -54,6 +57,7 @@ def measure(
         Figure("decode_tokens_per_s", 1 / median(ours), "tokens/s"),
         Figure("llama_cpp_decode_tokens_per_s", 1 / median(others), "tokens/s"),
         Figure("own_memory_over_file", ours_bytes / size, "ratio", at_most(0.25) if layers == 32 else None),
+        Figure("own_memory_repacked_over_file", repacked_bytes / size, "ratio"),
         Figure("llama_cpp_own_memory_over_file", theirs_bytes / size, "ratio"),
         Figure("file_gib", size / 2**30, "GiB"),
     ]

@@ -62,10 +62,10 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 LINES = {
     "sidestream_kv": 18_280,
     "sidestream_order": 6_050,
-    "sidestream": 51_580,
+    "sidestream": 51_850,
     "proof": 23_990,
-    "bench": 11_210,
-    "tests": 70_870,
+    "bench": 11_220,
+    "tests": 70_980,
 }
 
 

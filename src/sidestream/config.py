@@ -224,6 +224,9 @@ class EngineConfig:
     max_waiting     maximum number of requests in the queue; further requests are rejected
     max_model_len   maximum number of tokens of prompt and output together; None: the model's own limit
     compute_threads threads of the forward pass on a CPU; None: all cores
+    repack          keep copies of a GGUF file's weights in ggml's order for this processor: decode is faster, and the
+                    copies take memory of the process, about half of the size of a Q4_K_M file. None: if file and copies
+                    take at most two thirds of the available memory
     salt            part of every block hash: engines with different salts never share KV
     asynchronous    launch step N+1 before the host has read the tokens of step N; False: for measuring and debugging
     separate_tail_chunk  compute the tokens after a prompt's last block border in a separate chunk: then the output is
@@ -275,6 +278,7 @@ class EngineConfig:
     max_loras: int = 0
     max_lora_rank: int = 16
     watchdog_timeout_s: float = 120.0
+    repack: bool | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "float16", "bfloat16"):

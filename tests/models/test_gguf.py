@@ -15,6 +15,7 @@ import pytest
 import torch
 from checkpoint_rig import edit_json, refusal, refused
 from gguf import GGMLQuantizationType, dequantize
+from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from typer.testing import CliRunner
@@ -26,8 +27,8 @@ from sidestream.cli.app import app
 from sidestream.llm import RequestOutput
 from sidestream.models import ggml, load_model
 from sidestream.models.catalog import resolve
-from sidestream.models.gguf_file import QUANTISED, Kind
-from sidestream.models.packed import GgmlEmbedding, GgmlLinear
+from sidestream.models.gguf_file import QUANTISED, Kind, read_gguf
+from sidestream.models.packed import GgmlEmbedding, GgmlLinear, copies_of
 from sidestream_kv.kv.pool import Lease
 
 needs_ggml = pytest.mark.skipif(ggml.library() is None, reason="needs the extra gguf")
@@ -95,6 +96,114 @@ def test_rows_and_products_of_each_kind_are_those_of_its_values(kind: Kind) -> N
     for rows in (1, 20):
         expected = rounded(states[:rows], kind.values) @ values.t()
         assert (matrix.product(states[:rows]) - expected).norm() < bound * expected.norm()
+    assert matrix.product(states[:0]).shape == (0, 96)
+
+
+REPACKABLE = [
+    kind for kind in QUANTISED if (library := ggml.library()) is not None and library.repacks(kind.number, (96, 512))
+]
+
+
+@pytest.mark.parametrize("kind", REPACKABLE, ids=lambda kind: kind.name)
+def test_a_repacked_copy_computes_products_of_few_rows_in_their_order(kind: Kind) -> None:
+    matrix, packed, order = repackable(kind)
+    values = torch.from_numpy(np.asarray(dequantize(packed, GGMLQuantizationType(kind.number))))[order]
+    states = torch.randn(20, 512, generator=torch.Generator().manual_seed(0))
+    mapped = [matrix.product(states[:rows]) for rows in (1, 8, 20)]
+    assert matrix.repack()
+    for rows, before in zip((1, 8, 20), mapped, strict=True):
+        expected = rounded(states[:rows], kind.values) @ values.t()
+        for product in (before, matrix.product(states[:rows])):
+            assert (product - expected).norm() < 1e-6 * expected.norm()
+    assert matrix.tensor(1) == matrix.tensor(8) != matrix.tensor(9)
+    assert matrix.rows(torch.tensor([5])).equal(matrix.rows(torch.tensor([5, 6]))[:1])
+
+
+def repackable(kind: Kind) -> tuple[ggml.Matrix, NDArray[np.uint8], torch.Tensor]:
+    """A matrix, its bytes, and its rows in the order of its products."""
+    library, order = ggml.library(), torch.arange(96).flip(0)
+    assert library is not None
+    packed = random_blocks(kind.name, 96, 512, np.random.default_rng(0), deviation=0.04)
+    return ggml.Matrix(library, torch.from_numpy(packed), kind.number, (96, 512), order), packed, order
+
+
+@needs_ggml
+@pytest.mark.parametrize("reason", ["processor", "shape"])
+def test_a_matrix_without_kernels_for_another_order_is_not_repacked(
+    reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, kind = ggml.library(), next(kind for kind in QUANTISED if kind.name == "Q4_K")
+    assert library is not None
+    rows = 96 if reason == "processor" else 3
+    if reason == "processor":
+        monkeypatch.setattr(ggml.Ggml, "_repacking", None)
+        monkeypatch.delitem(vars(library), "_repacking", raising=False)
+    packed = random_blocks(kind.name, rows, 512, np.random.default_rng(0), deviation=0.04)
+    matrix = ggml.Matrix(library, torch.from_numpy(packed), kind.number, (rows, 512))
+    assert not library.repacks(kind.number, (rows, 512))
+    assert not matrix.repack()
+    assert matrix.tensor(1) == matrix.tensor(9)
+
+
+@pytest.mark.parametrize("kind", REPACKABLE[:1], ids=lambda kind: kind.name)
+def test_a_repacked_copy_with_another_product_is_not_used(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    matrix, _, _ = repackable(kind)
+    other = random_blocks(kind.name, 96, 512, np.random.default_rng(1), deviation=0.04)
+    set_bytes = matrix.ggml.backend_tensor_set
+    monkeypatch.setattr(
+        matrix.ggml, "backend_tensor_set", lambda tensor, *_: set_bytes(tensor, other.ctypes.data, 0, other.nbytes)
+    )
+    assert not matrix.repack()
+    assert matrix.tensor(1) == matrix.tensor(9)
+    assert "computes a wrong product with repacked weights" in caplog.text
+
+
+@pytest.mark.skipif(not REPACKABLE, reason="needs the extra gguf, and kernels for repacked weights")
+@pytest.mark.parametrize(("asked", "share", "kept"), [(True, 0, 1), (False, 9, 0), (None, 1.6, 1), (None, 1.4, 0)])
+def test_copies_are_kept_as_asked_or_if_they_take_two_thirds_of_the_memory(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, asked: bool | None, share: float, kept: bool
+) -> None:
+    file, library = read_gguf(llama / "tiny.gguf"), ggml.library()
+    assert library is not None
+    copies = copies_of(file, library, repack=True)
+    stored = sum(tensor.stored.num_bytes for tensor in file.tensors.values())
+    monkeypatch.setattr("sidestream.models.packed.memory_bytes", lambda: (None, share * (stored + copies)))
+    model = load_model(str(llama), block_tokens=4, dtype="float32", repack=asked)
+    linears = [part for part in model.module.modules() if isinstance(part, GgmlLinear)]
+    taken = sum(part.packed.nbytes for part in linears if part.matrix.tensor(1) != part.matrix.tensor(9))
+    assert copies > 0
+    assert taken == copies * kept
+
+
+@needs_ggml
+def test_a_layer_of_a_packed_model_calls_ggml_three_times(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(str(made), block_tokens=4, dtype="float32")
+    layer, library = model.module.model.layers[0], ggml.library()
+    compute, calls = library.backend_graph_compute, []
+    monkeypatch.setattr(library, "backend_graph_compute", lambda *given: calls.append(given) or compute(*given))
+    attention, states = layer.self_attn, torch.randn(1, 2, 256, generator=torch.Generator().manual_seed(0))
+    together = [part(states) for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    inner = layer.mlp(states)
+    attention.o_proj(states)
+    assert len(calls) == 3
+    for part, product in zip((attention.v_proj, attention.k_proj, attention.q_proj), together[::-1], strict=True):
+        assert part(states.clone()).equal(product)  # of other states, so computed again
+    attention.q_proj(states[:, :1])
+    assert attention.k_proj(states[:, 1:]).equal(attention.k_proj(states[:, 1:].clone()))
+    for part in (layer.mlp, attention.o_proj):
+        first = part(states[:, :1])
+        before = first.clone()
+        assert not part(states[:, 1:]).equal(first)
+        assert first.equal(before)
+    mlp = layer.mlp
+    expected = mlp.down_proj(mlp.act_fn(mlp.gate_proj(states)) * mlp.up_proj(states))
+    torch.testing.assert_close(inner, expected, atol=1e-4, rtol=1e-4)
+    mlp.gate_proj = torch.nn.Sequential(
+        mlp.gate_proj, torch.nn.Threshold(torch.inf, 0.0)
+    )  # as an adapter takes its place
+    assert not mlp(states).any()
 
 
 @needs_ggml
@@ -237,6 +346,7 @@ def test_the_check_tells_the_memory_and_the_products(
     assert facts["quantisation"] == "Q4_K and Q6_K"
     assert math.isclose(facts["packed_bytes"], values * 5.1 / 8, rel_tol=0.1)
     assert facts["weights_bytes"] == (facts["packed_bytes"] if packed else 2 * values)
+    assert (facts["copies_bytes"] > 0) == (packed and bool(REPACKABLE))
     said = "by ggml, with the packed weights" if packed else "pip install 'sidestream[gguf]'"
     assert said in CliRunner().invoke(app, arguments).output
 

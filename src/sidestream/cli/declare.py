@@ -57,6 +57,7 @@ RARE = frozenset(
         "--offload-shared-memory",
         "--offload-write-policy",
         "--salt",
+        "--repack",
         "--lora-modules",
         "--max-loras",
         "--max-lora-rank",

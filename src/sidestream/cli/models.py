@@ -92,11 +92,11 @@ def check(
         ("KV", f"{facts.token_bytes:,} bytes a token, so 1 GiB has {(1 << 30) // facts.token_bytes:,} tokens"),
     ]
     if facts.packed_bytes is not None:
-        rows.append(("products", escape(_products(facts.packed_bytes, packed=facts.stays_packed))))
+        rows.append(("products", escape(_products(facts))))
     if facts.state_bytes:
         rows.append(("state", f"{facts.state_bytes:,} bytes a request"))
     if facts.weights_bytes is not None and free is not None:
-        share = facts.weights_bytes // tensor_parallel
+        share = facts.weights_bytes // tensor_parallel + facts.copies_bytes
         room = max(0, free - share) // facts.token_bytes
         fits = f"room for the KV of {room:,} tokens" if share < free else f"too little for the weights, {_gib(share)}"
         rows.append((f"{chosen.type} memory", f"{_gib(free)} free: {fits}"))
@@ -109,14 +109,17 @@ def check(
 app.command("train-mtp", cls=Command)(train_mtp)
 
 
-def _products(packed_bytes: int, *, packed: bool) -> str:
+def _products(facts: Any) -> str:
     """How the products with the weights of a GGUF file are computed."""
-    if packed:
-        return "by ggml, with the packed weights; they are mapped from the file, and processes share them"
-    return (
-        "with plain weights, which are computed while the model loads; on a CPU and one rank, "
-        f"pip install 'sidestream[gguf]' keeps them packed in {_gib(packed_bytes)}"
-    )
+    if not facts.stays_packed:
+        return (
+            "with plain weights, which are computed while the model loads; on a CPU and one rank, "
+            f"pip install 'sidestream[gguf]' keeps them packed in {_gib(facts.packed_bytes)}"
+        )
+    shared = "by ggml, with the packed weights; they are mapped from the file, and processes share them"
+    if not facts.copies_bytes:
+        return shared
+    return f"{shared}; repacked copies for decode take {_gib(facts.copies_bytes)} more, with --no-repack none"
 
 
 def _gib(num_bytes: int) -> str:

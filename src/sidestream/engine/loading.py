@@ -162,6 +162,7 @@ class LoadedEngine:
             block_tokens=config.block_tokens,
             device=device,
             max_model_len=config.max_model_len,
+            repack=config.repack,
             group=group,
         )
         _warn_of_missing_rows(self.tokenizer, loaded.vocab_size)
@@ -221,6 +222,7 @@ class LoadedEngine:
             block_tokens=self.config.block_tokens,
             device=device,
             max_model_len=self.config.max_model_len,
+            repack=self.config.repack,
         )
         check_replaces(served, other)
         return partial(take_weights, served, other), other.fingerprint
@@ -325,6 +327,7 @@ class LoadedEngine:
                 block_tokens=model.layout.block_tokens,
                 device=torch_device(self.config.device),
                 max_model_len=max_model_len,
+                repack=self.config.repack,
             )
         num_layers = attach_draft(model, draft, max_model_len=max_model_len, num_tokens=self.tokenizer.vocab_size)
         return DraftModelProposer(draft, num_layers=num_layers, vocab_size=model.vocab_size)

@@ -9,7 +9,7 @@ import torch
 from sidestream.models.config_checks import max_positions
 from sidestream.models.directory import local_directory, name_of
 from sidestream.models.loader import cache_parts, naming_model, precision_of, read_config
-from sidestream.models.packed import gguf_of, packing
+from sidestream.models.packed import copies_of, gguf_of, packing
 from sidestream.models.text_part import text_config
 from sidestream.models.weights import stored_dtype_and_bytes
 from sidestream_kv.kv.layout import DTYPE_BYTES
@@ -27,6 +27,7 @@ class ModelFacts:
     weights_bytes   in that dtype, of all ranks; None: the files of the weights are not here
     packed_bytes    of a GGUF file whose weights can stay packed on a CPU; None: it is no such file
     stays_packed    whether they do: `weights_bytes` is then that number
+    copies_bytes    of the repacked copies that they then have, unless `EngineConfig.repack` decides otherwise
     token_bytes     KV of one token, of one rank
     state_bytes     recurrent state of one request; 0: it has none
     block_tokens    tokens of a block
@@ -42,6 +43,7 @@ class ModelFacts:
     weights_bytes: int | None
     packed_bytes: int | None
     stays_packed: bool
+    copies_bytes: int
     token_bytes: int
     state_bytes: int
     block_tokens: int
@@ -60,11 +62,11 @@ def facts_of(path_or_hub_id: str, *, dtype: str, device: torch.device, ranks: in
         text, quantisation = text_config(config), getattr(config, "quantization_config", None)
         stored, num_bytes = stored_dtype_and_bytes(directory, quantisation)
         weights_bytes = num_bytes * DTYPE_BYTES[chosen.dtype] // DTYPE_BYTES[stored] if num_bytes else None
-        packed_bytes, stays_packed = None, False
+        packed_bytes, ggml, copies_bytes = None, None, 0
         if (gguf := gguf_of(directory, config)) is not None:
             packed_bytes = gguf.num_bytes(packed=True, value_bytes=DTYPE_BYTES[chosen.dtype])
-            stays_packed = packing(device, ranks=ranks) is not None
-            weights_bytes = packed_bytes if stays_packed else weights_bytes
+            if (ggml := packing(device, ranks=ranks)) is not None:
+                weights_bytes, copies_bytes = packed_bytes, copies_of(gguf, ggml, repack=None)
         return ModelFacts(
             kind=text.model_type,
             text_of="" if text is config else config.model_type,
@@ -74,7 +76,8 @@ def facts_of(path_or_hub_id: str, *, dtype: str, device: torch.device, ranks: in
             reason=chosen.reason,
             weights_bytes=weights_bytes,
             packed_bytes=packed_bytes,
-            stays_packed=stays_packed,
+            stays_packed=ggml is not None,
+            copies_bytes=copies_bytes,
             token_bytes=parts.kv.token_bytes,
             state_bytes=0 if parts.state is None else parts.state.state_bytes,
             block_tokens=parts.kv.block_tokens,

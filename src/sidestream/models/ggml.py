@@ -2,9 +2,9 @@
 
 Only functions of its public C interface are called, through ctypes, and no structure of it is read: `_DECLARED` lists
 all of them, and `_check` compares what else must be equal in each version. The functions that only describe a product
-take microseconds and keep the interpreter's lock; the one that computes releases it. A matrix is not copied: ggml reads
-the bytes where they are. Its threads are those of OpenMP, which torch has loaded before, so both use the same ones.
-Knows nothing of files and modules.
+take microseconds and keep the interpreter's lock; those that run long release it. A matrix is not copied: ggml reads
+the bytes where they are, and a repacked copy exists only if it is asked for. Its threads are those of OpenMP, which
+torch has loaded before, so both use the same ones. Knows nothing of files and modules.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,14 @@ logger = logging.getLogger(__name__)
 _HOLDERS = {"llama_cpp": ("lib/*ggml-base.*", "lib/*ggml-cpu*.*", "lib/*ggml.*"), "xllamacpp": ("xllamacpp.*.so",)}
 _F32, _I32 = 0, 26  # of ggml's enum of types
 _ALIGNMENT = 64  # at least ggml's own
-_DESCRIPTION_BYTES = 1 << 14  # of the tensors and the graph of one product: about 3 KiB
+_DESCRIPTION_BYTES = 1 << 14  # of the tensors and the graph of one computation: about 4 KiB
+_NODES = 16  # at least the number of a graph's tensors
 _SUCCESS = 0
+_WARNING, _ERROR = 3, 4  # of the levels of ggml's messages; without a receiver, it writes all to stderr
+_CPU_REPACK = b"CPU_REPACK"  # ggml's name of the buffers that have another order
+# A repacked matrix is faster up to 8 rows: 0.43 to 0.87 of the time with two builds of ggml. With 12 or more, one of
+# them takes 1.0 to 1.9 times as long (decision 65).
+REPACKED_ROWS = 8
 
 
 class _Params(ctypes.Structure):
@@ -51,6 +58,7 @@ _DECLARED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_new_tensor_1d": (c_void_p, (c_void_p, c_int, c_int64)),
     "ggml_new_tensor_2d": (c_void_p, (c_void_p, c_int, c_int64, c_int64)),
     "ggml_mul_mat": (c_void_p, (c_void_p, c_void_p, c_void_p)),
+    "ggml_swiglu_split": (c_void_p, (c_void_p, c_void_p, c_void_p)),
     "ggml_get_rows": (c_void_p, (c_void_p, c_void_p, c_void_p)),
     "ggml_new_graph_custom": (c_void_p, (c_void_p, c_size_t, c_bool)),
     "ggml_build_forward_expand": (None, (c_void_p, c_void_p)),
@@ -61,9 +69,27 @@ _DECLARED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_backend_cpu_buffer_from_ptr": (c_void_p, (c_void_p, c_size_t)),
     "ggml_backend_tensor_alloc": (c_int, (c_void_p, c_void_p, c_void_p)),
     "ggml_backend_buffer_free": (None, (c_void_p,)),
+    "ggml_log_set": (None, (c_void_p, c_void_p)),
+    "ggml_backend_cpu_reg": (c_void_p, ()),
+    "ggml_backend_reg_dev_get": (c_void_p, (c_void_p, c_size_t)),
+    "ggml_backend_reg_get_proc_address": (c_void_p, (c_void_p, c_char_p)),
+    "ggml_backend_buft_name": (c_char_p, (c_void_p,)),
+    "ggml_backend_buft_get_alloc_size": (c_size_t, (c_void_p, c_void_p)),
+    "ggml_backend_buft_alloc_buffer": (c_void_p, (c_void_p, c_size_t)),
+    "ggml_backend_buffer_get_base": (c_void_p, (c_void_p,)),
+    "ggml_backend_dev_supports_op": (c_bool, (c_void_p, c_void_p)),
+    "ggml_backend_tensor_set": (None, (c_void_p, c_void_p, c_size_t, c_size_t)),
 }
 # They run long.
-_WITHOUT_LOCK = {"ggml_backend_graph_compute", "ggml_validate_row_data"}
+_WITHOUT_LOCK = {"ggml_backend_graph_compute", "ggml_validate_row_data", "ggml_backend_tensor_set"}
+
+
+def _log(level: int, text: bytes, _user_data: None) -> None:
+    if level in (_WARNING, _ERROR):
+        logger.warning("ggml: %s", text.decode(errors="replace").rstrip())
+
+
+_LOG = ctypes.CFUNCTYPE(None, c_int, c_char_p, c_void_p)(_log)  # kept, because ggml calls it until the process ends
 
 
 class Ggml:
@@ -78,6 +104,7 @@ class Ggml:
             function = getattr(next((one for one in holders if hasattr(one, name)), holders[-1]), name)
             function.restype, function.argtypes = result, arguments
             setattr(self, name.removeprefix("ggml_"), function)
+        self.log_set(_LOG, None)
         self._check()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -99,6 +126,46 @@ class Ggml:
         found: bytes | None = self.type_name(number)
         sizes = (self.blck_size(number), self.type_size(number))
         return found is not None and found.decode().upper() == name.upper() and sizes == (values, num_bytes)
+
+    def repacks(self, number: int, shape: tuple[int, ...]) -> bool:
+        """Whether this processor has kernels for such a matrix in another order. Takes no memory."""
+        context = self.init(_Params(_DESCRIPTION_BYTES, None, True))
+        placed = self.place_repacked(context, number, shape)
+        _free(self, context, [] if placed is None else [placed[1]])
+        return placed is not None
+
+    def place_repacked(self, context: int, number: int, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        """A tensor whose bytes are kept in the order of this processor's kernels, and its buffer, to be freed; None: it
+        has no such kernels. The memory is reserved, and taken when the bytes are set.
+        """
+        if self._repacking is None or len(shape) != 2:
+            return None
+        device, buffers = self._repacking
+        rows, columns = shape
+        tensor = self.new_tensor_2d(context, number, columns, rows)
+        buffer = self.backend_buft_alloc_buffer(buffers, self.backend_buft_get_alloc_size(buffers, tensor))
+        if not buffer:
+            return None
+        self.backend_tensor_alloc(buffer, tensor, self.backend_buffer_get_base(buffer))
+        product = self.mul_mat(context, tensor, self.new_tensor_2d(context, _F32, columns, 1))
+        if self.backend_dev_supports_op(device, product):
+            return tensor, buffer
+        self.backend_buffer_free(buffer)
+        return None
+
+    @functools.cached_property
+    def _repacking(self) -> tuple[int, int] | None:
+        """The processor, and the type of its buffers with another order."""
+        registry = self.backend_cpu_reg()
+        device = self.backend_reg_dev_get(registry, 0)
+        found = self.backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")
+        if not found:
+            return None
+        types = ctypes.PYFUNCTYPE(ctypes.POINTER(c_void_p), c_void_p)(found)(device)
+        for one in itertools.takewhile(bool, types or ()):
+            if self.backend_buft_name(one) == _CPU_REPACK:
+                return device, one
+        return None
 
 
 @functools.cache
@@ -123,12 +190,16 @@ class Matrix:
     shape   its numbers of rows and columns
     """
 
-    def __init__(self, ggml: Ggml, packed: Tensor, number: int, shape: tuple[int, int]) -> None:
-        """`packed`: uint8, in blocks of the type that has this number in ggml's enum. Copied only if not aligned."""
-        self.shape = shape
+    def __init__(
+        self, ggml: Ggml, packed: Tensor, number: int, shape: tuple[int, int], order: Tensor | None = None
+    ) -> None:
+        """`packed`: uint8, in blocks of the type that has this number in ggml's enum. Copied only if not aligned.
+        `order`: for each value of a product, the row that computes it; None: the same one.
+        """
+        self.shape, self._order = shape, order
         packed = packed.contiguous()
         self._packed = packed.clone() if packed.data_ptr() % 32 else packed
-        self._number, self._ggml = number, ggml
+        self._number, self.ggml = number, ggml
         rows, columns = shape
         context = ggml.init(_Params(_DESCRIPTION_BYTES, None, True))
         self._tensor = ggml.new_tensor_2d(context, number, columns, rows)
@@ -136,55 +207,118 @@ class Matrix:
         if packed.nbytes != expected:
             ggml.free(context)
             raise InvariantError(f"a matrix {shape} of this type has {expected} bytes, not {packed.nbytes}")
-        buffer = _place(ggml, self._tensor, self._packed)
-        weakref.finalize(self, _free, ggml, context, [buffer])
+        self._context, self._buffers = context, [_place(ggml, self._tensor, self._packed)]
+        self._repacked: int | None = None
+        weakref.finalize(self, _free, ggml, context, self._buffers)
+
+    def repack(self) -> bool:
+        """Keep a second copy of the bytes, in the order of this processor's kernels for few rows; takes their memory.
+
+        False: there are no such kernels, or the memory cannot be had, or they compute another product, which is logged.
+        """
+        if self._repacked is not None:
+            return True
+        if (placed := self.ggml.place_repacked(self._context, self._number, self.shape)) is None:
+            return False
+        self._buffers.append(placed[1])
+        packed = self._packed if self._order is None else self._packed.view(self.shape[0], -1)[self._order]
+        self.ggml.backend_tensor_set(placed[0], packed.data_ptr(), 0, packed.nbytes)
+        states = torch.linspace(-1, 1, self.shape[1])[None]
+        expected = self.product(states)
+        self._repacked = placed[0]
+        if not (self.product(states) - expected).norm() <= 1e-4 * expected.norm():
+            logger.warning("ggml of %s computes a wrong product with repacked weights", self.ggml.paths[0].parent)
+            self._repacked = None
+        return self._repacked is not None
 
     def is_valid(self) -> bool:
         """Whether no scale is infinite or NaN. Reads all bytes."""
-        return bool(self._ggml.validate_row_data(self._number, self._packed.data_ptr(), self._packed.nbytes))
+        return bool(self.ggml.validate_row_data(self._number, self._packed.data_ptr(), self._packed.nbytes))
 
     def product(self, states: Tensor) -> Tensor:
         """`[T, columns]` to `[T, rows]`, float32. Each row of `states` is rounded to 8 bits in blocks of 32 or 256
         values, by itself, so its result does not depend on the other rows.
         """
-        columns = self.shape[1]
-        states = states.to(torch.float32).contiguous()
-        if states.data_ptr() % _ALIGNMENT:
-            states = states.clone()
-        out = torch.empty(len(states), self.shape[0])
-        if len(states):
-            self._compute("mul_mat", "new_tensor_2d", (_F32, columns, len(states)), states, out)
-        return out
+        computation = multiplied([self], len(states))
+        computation.given.copy_(states)
+        return self.ordered(computation.run()[0])
 
     def rows(self, indices: Tensor) -> Tensor:
         """The rows with these indices `[T]`, float32 `[T, columns]`."""
-        indices = indices.to(torch.int32).contiguous()
-        if indices.data_ptr() % _ALIGNMENT:
-            indices = indices.clone()
-        out = torch.empty(len(indices), self.shape[1])
-        if len(indices):
-            self._compute("get_rows", "new_tensor_1d", (_I32, len(indices)), indices, out)
-        return out
+        computation = Computation(self.ggml, torch.empty(len(indices), dtype=torch.int32))
+        computation.call("get_rows", self._tensor, computation.input, shape=(len(indices), self.shape[1]))
+        computation.given.copy_(indices)
+        return computation.run()[0]
 
-    def _compute(self, op: str, new: str, shape: tuple[int, ...], given: Tensor, out: Tensor) -> None:
-        ggml = self._ggml
-        backend = ggml.backend_cpu_init()  # one for each call, because it holds the working memory of one
-        context = ggml.init(_Params(_DESCRIPTION_BYTES, None, True))
-        buffers: list[int] = []
-        try:
-            source = getattr(ggml, new)(context, *shape)
-            buffers.append(_place(ggml, source, given))
-            result = getattr(ggml, op)(context, self._tensor, source)
-            buffers.append(_place(ggml, result, out))
-            graph = ggml.new_graph_custom(context, 4, False)
-            ggml.build_forward_expand(graph, result)
-            ggml.backend_cpu_set_n_threads(backend, torch.get_num_threads())
-            status = ggml.backend_graph_compute(backend, graph)
-        finally:
-            ggml.backend_free(backend)
-            _free(ggml, context, buffers)
-        if status != _SUCCESS:
-            raise InvariantError(f"ggml_{op} failed with status {status}")
+    def tensor(self, num_rows: int) -> int:
+        """The one of its tensors that is faster for a product with so many rows."""
+        return self._repacked if self._repacked and num_rows <= REPACKED_ROWS else self._tensor
+
+    def ordered(self, result: Tensor) -> Tensor:
+        """What ggml computed with `tensor`, as a product. The rows of a repacked copy are in order."""
+        if self._order is None or self.tensor(len(result)) == self._repacked:
+            return result
+        return result.index_select(1, self._order)
+
+
+class Computation:
+    """A computation of ggml that is described once, and run any number of times by one thread at a time.
+
+    given   its input: int32 `[T]` or float32 `[T, N]`, to be filled before each run; `input` is its tensor in ggml
+    called  tensors of the results in ggml
+    """
+
+    def __init__(self, ggml: Ggml, given: Tensor) -> None:
+        self.given, self._ggml = given, ggml
+        self._context = ggml.init(_Params(_DESCRIPTION_BYTES, None, True))
+        self._backend = ggml.backend_cpu_init()  # holds working memory, so it serves one computation
+        self._graph = ggml.new_graph_custom(self._context, _NODES, False)
+        self._buffers: list[int] = []
+        self._results: list[Tensor] = []
+        self.called: list[int] = []
+        kind, create = (_I32, ggml.new_tensor_1d) if given.ndim == 1 else (_F32, ggml.new_tensor_2d)
+        self.input: int = create(self._context, kind, *reversed(given.shape))
+        self._place(self.input, given)
+        weakref.finalize(self, _free, ggml, self._context, self._buffers, self._backend)
+
+    def call(self, op: str, *arguments: int, shape: tuple[int, int]) -> int:
+        """Add the result of a function of ggml: float32 in this shape."""
+        result: int = getattr(self._ggml, op)(self._context, *arguments)
+        self._results.append(torch.empty(shape))
+        self._place(result, self._results[-1])
+        self._ggml.build_forward_expand(self._graph, result)
+        self.called.append(result)
+        return result
+
+    def run(self) -> list[Tensor]:
+        """All results, in the order of the calls. The next run writes to the same memory."""
+        if self.given.nbytes:
+            self._ggml.backend_cpu_set_n_threads(self._backend, torch.get_num_threads())
+            status = self._ggml.backend_graph_compute(self._backend, self._graph)
+            if status != _SUCCESS:
+                raise InvariantError(f"a computation of ggml failed with status {status}")
+        return self._results
+
+    def _place(self, tensor: int, values: Tensor) -> None:
+        if values.nbytes:
+            self._buffers.append(_place(self._ggml, tensor, values))
+
+
+def multiplied(matrices: Sequence[Matrix], num_rows: int) -> Computation:
+    """`Matrix.product` of each with the same states `[num_rows, columns]`, before `Matrix.ordered`."""
+    computation = Computation(matrices[0].ggml, torch.empty(num_rows, matrices[0].shape[1]))
+    for one in matrices:
+        computation.call("mul_mat", one.tensor(num_rows), computation.input, shape=(num_rows, one.shape[0]))
+    return computation
+
+
+def gated(gate: Matrix, up: Matrix, down: Matrix, num_rows: int) -> Computation:
+    """`down(silu(gate(states)) * up(states))` as its last result."""
+    computation = multiplied((gate, up), num_rows)
+    width = (num_rows, gate.shape[0])
+    joined = computation.call("swiglu_split", *computation.called, shape=width)
+    computation.call("mul_mat", down.tensor(num_rows), joined, shape=(num_rows, down.shape[0]))
+    return computation
 
 
 def _place(ggml: Ggml, tensor: int, data: Tensor) -> int:
@@ -194,7 +328,9 @@ def _place(ggml: Ggml, tensor: int, data: Tensor) -> int:
     return buffer
 
 
-def _free(ggml: Ggml, context: int, buffers: Iterable[int]) -> None:
+def _free(ggml: Ggml, context: int, buffers: Iterable[int], backend: int | None = None) -> None:
+    if backend is not None:
+        ggml.backend_free(backend)
     for buffer in buffers:
         ggml.backend_buffer_free(buffer)
     ggml.free(context)

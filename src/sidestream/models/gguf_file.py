@@ -132,7 +132,7 @@ class GgufTensor:
 
 
 def halved(values: Tensor, heads: int, *, dim: int) -> Tensor:
-    """Reorder rows of Q or K, or what they compute, from GGUF's order to transformers': see `GgufTensor`."""
+    """Reorder rows of Q or K, or their numbers, from GGUF's order to transformers': see `GgufTensor`."""
     shape = values.shape
     pairs = values.reshape(*shape[:dim], heads, shape[dim] // heads // 2, 2, *shape[dim + 1 :])
     return pairs.transpose(dim + 1, dim + 2).reshape(shape)

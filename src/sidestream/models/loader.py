@@ -77,6 +77,7 @@ def load_model(
     block_tokens: int | None,
     device: torch.device = _CPU,
     max_model_len: int | None = None,
+    repack: bool | None = None,
     group: Group | None = None,
 ) -> PagedModel:
     """Load, check and fingerprint a model in transformers' format. A hub id is downloaded first; a directory needs no
@@ -87,6 +88,7 @@ def load_model(
     block_tokens    tokens of a block; None: the default for this model and device (`config.default_block_tokens`)
     max_model_len   tokens of the longest request; None: the model's limit. With LongRoPE and dynamic scaling, this
                     number selects the frequencies, and so affects the KV and the fingerprint
+    repack          keep repacked copies of packed weights: see `EngineConfig.repack`
     group           the ranks of tensor parallelism, which call this together; the result has this rank's share of the
                     weights and KV heads, and its forward must be called by all ranks together. None: one rank
 
@@ -110,7 +112,7 @@ def load_model(
             precision = _precision(directory, config, dtype, device)
             logger.info("model %s: %s", name, precision)
             chosen = getattr(torch, precision.dtype)
-            kept = _kept(directory, config, stored, device, chosen, ranks=ranks)
+            kept = _kept(directory, config, stored, device, chosen, ranks=ranks, repack=repack)
             units = kept.units if isinstance(kept, Kept) else {}
             check_units(text, units, size=ranks)
             module = read_module(directory, config, stored, dtype=chosen, attention="eager", kept=kept)
@@ -163,10 +165,11 @@ def _kept(
     dtype: torch.dtype,
     *,
     ranks: int,
+    repack: bool | None,
 ) -> Kept | KeptPacked | None:
     """The weights that stay quantised. Raises ModelError."""
     if (gguf := gguf_of(directory, config)) is not None:
-        return kept_packed(gguf, device, dtype, ranks=ranks)
+        return kept_packed(gguf, device, dtype, ranks=ranks, repack=repack)
     return kept_eight_bits(stored.state_dict, device, dtype)
 
 

@@ -1,25 +1,32 @@
 """Layers whose weights stay as they are in a GGUF file, and the loading of a module with such layers.
 
 On a CPU, ggml multiplies by the packed weight (`ggml.py`), which is mapped from the file: it takes no memory of the
-process, and other processes share it. The inputs of a product are rounded to 8 bits in blocks, each token by itself.
-Called on the loading thread, and later on the thread of the forward pass.
+process, and other processes share it. Repacked copies, for steps of few tokens, take memory. The inputs of a product
+are rounded to 8 bits in blocks, each token by itself. Called on the loading thread, and later on the thread of the
+forward pass.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.mistral.modeling_mistral import MistralMLP
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from sidestream.errors import InvariantError, ModelError
-from sidestream.models.ggml import Ggml, Matrix, library
+from sidestream.models.ggml import Ggml, Matrix, gated, library, multiplied
 from sidestream.models.gguf_file import (
     INSTALL,
     QUANTISED,
+    TENSOR_NAMES,
     GgufFile,
     GgufTensor,
     check_package,
@@ -28,9 +35,16 @@ from sidestream.models.gguf_file import (
     read_gguf,
 )
 from sidestream_kv.device.kinds import on_host
+from sidestream_kv.device.machine import memory_bytes
 from sidestream_kv.kv.layout import DTYPE_BYTES
 
 logger = logging.getLogger(__name__)
+
+_EMBEDDING, _OUTPUT = (f"{TENSOR_NAMES[name]}.weight" for name in ("token_embd", "output"))
+# Without an order to repack, the file and the copies may take this share of the memory that is available.
+_MEMORY_SHARE = 2 / 3
+# Modules that compute `down_proj(act_fn(gate_proj(x)) * up_proj(x))`.
+_MLPS = (LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP)
 
 
 def gguf_of(directory: Path, config: Any) -> GgufFile | None:
@@ -49,13 +63,34 @@ def packing(device: torch.device, *, ranks: int = 1) -> Ggml | None:
     return library() if on_host(device) and ranks == 1 else None
 
 
-def kept_packed(file: GgufFile, device: torch.device, dtype: torch.dtype, *, ranks: int) -> KeptPacked | None:
+def copies_of(file: GgufFile, ggml: Ggml, *, repack: bool | None) -> int:
+    """Bytes of the repacked copies that a model of this file will have; `repack` as in `load_model`."""
+    multiplied = [tensor for name, tensor in file.tensors.items() if name != _EMBEDDING or _OUTPUT not in file.tensors]
+    num_bytes = sum(
+        tensor.stored.num_bytes
+        for tensor in multiplied
+        if tensor.kind in QUANTISED and ggml.repacks(tensor.kind.number, tensor.stored.shape)
+    )
+    if repack is None:
+        available = memory_bytes()[1]
+        file_bytes = sum(tensor.stored.num_bytes for tensor in file.tensors.values())
+        repack = available is not None and num_bytes + file_bytes <= available * _MEMORY_SHARE
+    return num_bytes if repack else 0
+
+
+def kept_packed(
+    file: GgufFile, device: torch.device, dtype: torch.dtype, *, ranks: int, repack: bool | None
+) -> KeptPacked | None:
     """The weights of a file that stay packed; None: all become plain. Raises ModelError if no package reads them."""
     value_bytes = DTYPE_BYTES[str(dtype).removeprefix("torch.")]
     sizes = [file.num_bytes(packed=packed, value_bytes=value_bytes) / 2**30 for packed in (True, False)]
     if (ggml := packing(device, ranks=ranks)) is not None:
-        logger.info("weights stay packed as %s: %.2f GiB, mapped from %s", file.kinds(), sizes[0], file.path.name)
-        return KeptPacked(file.tensors, ggml, dtype)
+        copies = copies_of(file, ggml, repack=repack)
+        logger.info(
+            "weights stay packed as %s: %.2f GiB, mapped from %s, and %.2f GiB of repacked copies",
+            *(file.kinds(), sizes[0], file.path.name, copies / 2**30),
+        )
+        return KeptPacked(file.tensors, ggml, dtype, repack=copies > 0)
     check_package()
     remedy = f": {INSTALL} keeps them packed in {sizes[0]:.2f} GiB" if on_host(device) and ranks == 1 else ""
     logger.warning("weights of %s become plain and take %.2f GiB%s", file.path.name, sizes[1], remedy)
@@ -65,23 +100,72 @@ def kept_packed(file: GgufFile, device: torch.device, dtype: torch.dtype, *, ran
 class GgmlLinear(nn.Module):
     """A Linear with a packed weight. `packed`: its bytes, uint8."""
 
-    def __init__(self, weight: GgufTensor, matrix: Matrix, packed: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, matrix: Matrix, packed: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = matrix.shape
         self.packed: Tensor
         self.register_buffer("packed", packed)
         self.bias = bias
-        self._matrix, self._interleaved = matrix, weight.interleaved
+        self.matrix = matrix
+        self.siblings = _Siblings([matrix])
 
     def forward(self, states: Tensor) -> Tensor:
         """`[..., in_features]` to `[..., out_features]`, in the dtype of `states`."""
-        product = self._matrix.product(states.reshape(-1, self.in_features))
-        if self._interleaved:
-            product = halved(product, self._interleaved, dim=1)
-        product = product.to(states.dtype)
+        product = self.siblings.product(self.matrix, states).to(states.dtype, copy=True)
         if self.bias is not None:
             product = product + self.bias
         return product.view(*states.shape[:-1], self.out_features)
+
+
+class _Siblings:
+    """Matrices that are multiplied by the same states one after the other, so that one call of ggml is enough.
+
+    The products of all are computed when the first one is asked for, and each is given out once. Used by the thread of
+    the forward pass only.
+    """
+
+    def __init__(self, matrices: Sequence[Matrix]) -> None:
+        self._matrices = matrices
+        self._computation = multiplied(matrices, 1)
+        self._states: Tensor | None = None
+        self._products: dict[Matrix, Tensor] = {}
+
+    def product(self, matrix: Matrix, states: Tensor) -> Tensor:
+        """`[T, rows]`, float32; to be read before the next forward pass."""
+        if states is not self._states or matrix not in self._products:
+            found = self._multiply(states.reshape(-1, matrix.shape[1]))
+            self._states, self._products = states, dict(zip(self._matrices, found, strict=True))
+        product = self._products.pop(matrix)
+        if not self._products:
+            self._states = None
+        return matrix.ordered(product)
+
+    def _multiply(self, states: Tensor) -> list[Tensor]:
+        # Decode of one request uses one computation again: to describe another one takes 0.1 ms.
+        computation = self._computation if len(states) == 1 else multiplied(self._matrices, len(states))
+        computation.given.copy_(states)
+        return computation.run()
+
+
+class GgmlMlp(nn.Module):
+    """The gated MLP of a Llama or Qwen with packed weights: one call of ggml, unless a Linear was replaced (LoRA)."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self.act_fn = mlp.act_fn
+        self._matrices = (self.gate_proj.matrix, self.up_proj.matrix, self.down_proj.matrix)
+        self._computation = gated(*self._matrices, 1)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """`[..., hidden_size]` to `[..., hidden_size]`, in the dtype of `states`."""
+        linears = (self.gate_proj, self.up_proj, self.down_proj)
+        if not all(isinstance(one, GgmlLinear) for one in linears):
+            return cast("Tensor", self.down_proj(self.act_fn(self.gate_proj(states)) * self.up_proj(states)))
+        flat = states.reshape(-1, states.shape[-1])
+        computation = self._computation if len(flat) == 1 else gated(*self._matrices, len(flat))
+        computation.given.copy_(flat)
+        return computation.run()[-1].to(states.dtype, copy=True).view(states.shape)
 
 
 class GgmlEmbedding(nn.Module):
@@ -103,11 +187,11 @@ class KeptPacked:
     """Quantised weights of a GGUF file that stay packed.
 
     While transformers builds the module, such a weight is one number in the shape of the weight, which takes no memory.
-    `restore` then replaces the layers that have it.
+    `restore` then replaces the layers that have it. `repack`: Linears get repacked copies where there are kernels.
     """
 
-    def __init__(self, state_dict: Mapping[str, Any], ggml: Ggml, dtype: torch.dtype) -> None:
-        self._ggml, self._dtype = ggml, dtype
+    def __init__(self, state_dict: Mapping[str, Any], ggml: Ggml, dtype: torch.dtype, *, repack: bool) -> None:
+        self._ggml, self._dtype, self._repack = ggml, dtype, repack
         self._weights: dict[int, tuple[Tensor, GgufTensor]] = {}
         self.state_dict = {name: self._stand_in(tensor) for name, tensor in state_dict.items()}
         """The state dict for transformers."""
@@ -130,21 +214,41 @@ class KeptPacked:
                 weight = self._weights[where][1]
                 matrix, packed = made[where] = made[where] if where in made else self._made(weight)
                 if isinstance(child, nn.Linear):
-                    setattr(parent, name, GgmlLinear(weight, matrix, packed, child.bias))
+                    if self._repack:
+                        matrix.repack()
+                    setattr(parent, name, GgmlLinear(matrix, packed, child.bias))
                 elif type(child) is nn.Embedding:
                     setattr(parent, name, GgmlEmbedding(matrix, packed, self._dtype))
                 else:
                     raise InvariantError(f"{name} is a {type(child).__name__}, which may do more than look up rows")
+        for parent in list(module.modules()):
+            _join(parent)
         if len(made) != len(self._weights):
             raise InvariantError(f"{len(self._weights) - len(made)} packed weights have no layer in the module")
 
     def _made(self, weight: GgufTensor) -> tuple[Matrix, Tensor]:
         rows, columns = weight.stored.shape
         packed = weight.bytes()
-        matrix = Matrix(self._ggml, packed, weight.kind.number, (rows, columns))
+        order = halved(torch.arange(rows), weight.interleaved, dim=0) if weight.interleaved else None
+        matrix = Matrix(self._ggml, packed, weight.kind.number, (rows, columns), order)
         if not matrix.is_valid():
             raise ModelError(
                 f"its weight {weight.stored.name} in {weight.stored.path.name} holds values of NaN or infinity: "
                 "the file is damaged, fetch it again"
             )
         return matrix, packed
+
+
+def _join(parent: nn.Module) -> None:
+    """Let the products of a part of a model be computed in fewer calls of ggml."""
+    named = [getattr(parent, name, None) for name in ("q_proj", "k_proj", "v_proj")]
+    projections = [one for one in named if isinstance(one, GgmlLinear)]
+    if len(projections) == len(named):
+        siblings = _Siblings([one.matrix for one in projections])
+        for one in projections:
+            one.siblings = siblings
+    mlp: Any = getattr(parent, "mlp", None)
+    if type(mlp) in _MLPS and isinstance(mlp.act_fn, SiLUActivation | nn.SiLU):
+        inner = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        if all(isinstance(one, GgmlLinear) and one.bias is None for one in inner):
+            parent.mlp = GgmlMlp(mlp)
