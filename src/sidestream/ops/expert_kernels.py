@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "most_tiles"])  # they differ between steps, and compiling takes long
 def sort_by_expert(
     chosen, order, position, ends, tiles, pairs, most_tiles,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,

@@ -74,12 +74,11 @@ def sort_by_expert(chosen: Tensor, experts: int) -> Sorted:
     result = Sorted(chosen, *(empty(size, dtype=torch.int32) for size in (pairs, pairs, experts, (pairs, 3))))
     if _few(pairs, experts):
         return result
-    part = 16 if pairs <= 16 else 32
-    chunk = min(256, max(16, triton.next_power_of_2(pairs)))
-    grid: Any = sort_by_expert[(triton.cdiv(max(pairs, most_tiles), part),)]
+    part = 32
+    grid: Any = sort_by_expert[(triton.cdiv(pairs, part),)]
     grid(
         *result, pairs, most_tiles,
-        EXPERTS=experts, PADDED=triton.next_power_of_2(experts), ROWS=rows, PART=part, CHUNK=chunk, num_warps=4,
+        EXPERTS=experts, PADDED=triton.next_power_of_2(experts), ROWS=rows, PART=part, CHUNK=256, num_warps=4,
     )  # fmt: skip
     return result
 
