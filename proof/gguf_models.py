@@ -54,12 +54,14 @@ def gguf_model_dir(config: Any, directory: Path, kinds: dict[str, str], seed: in
     return directory
 
 
-def write_gguf(config: Any, path: Path, kinds: dict[str, str], seed: int) -> Path:
+def write_gguf(config: Any, path: Path, kinds: dict[str, str], seed: int, *, tensors: int = 0) -> Path:
     """A file for a Llama's, Qwen2's or Qwen3's config. Returns `path`.
 
-    kinds   how matrices are stored, by GGUF's names of them (`attn_q`); "": how all others are
+    kinds     how matrices are stored, by GGUF's names of them (`attn_q`); "": how all others are
+    tensors   most tensors of a file, of which there are then several, as llama-gguf-split names them
     """
-    writer, random = GGUFWriter(path, config.model_type), np.random.default_rng(seed)
+    writer = GGUFWriter(path, config.model_type, split_max_tensors=tensors)
+    random = np.random.default_rng(seed)
     _add_metadata(writer, config)
     shapes = dict(_shapes(config))
     for name, shape in shapes.items():

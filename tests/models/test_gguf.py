@@ -27,7 +27,7 @@ from sidestream.cli.app import app
 from sidestream.llm import RequestOutput
 from sidestream.models import ggml, load_model
 from sidestream.models.catalog import resolve
-from sidestream.models.gguf_file import QUANTISED, Kind, read_gguf
+from sidestream.models.gguf_file import QUANTISED, Kind, gguf_in, read_gguf
 from sidestream.models.packed import GgmlEmbedding, GgmlLinear, copies_of
 from sidestream_kv.kv.pool import Lease
 
@@ -316,6 +316,23 @@ def _truncate(directory: Path) -> None:
 def test_a_file_that_cannot_be_served_is_refused(llama: Path, damage: Callable[[Path], object], said: str) -> None:
     damage(llama)
     assert re.search(said, refusal(llama))
+
+
+def test_a_model_in_several_parts_is_read_as_one(llama: Path) -> None:
+    config = AutoConfig.from_pretrained(llama)
+    whole = read_gguf(write_gguf(config, llama.parent / "whole.gguf", KINDS, 3))
+    (llama / "tiny.gguf").unlink()
+    write_gguf(config, llama / "tiny.gguf", KINDS, 3, tensors=5)
+    first = gguf_in(llama)
+    assert first is not None and first.name == "tiny-00001-of-00006.gguf"
+    parts = read_gguf(first)
+    assert {tensor.stored.path for tensor in parts.tensors.values()} == {*llama.glob("*.gguf")}
+    assert [*parts.tensors] == [*whole.tensors]
+    assert all(torch.equal(parts.tensors[name][...], whole.tensors[name][...]) for name in whole.tensors)
+    (llama / "tiny-00002-of-00006.gguf").rename(llama / "tiny-00009-of-00006.gguf")
+    assert "tiny-00002-of-00006.gguf cannot be read" in refusal(llama)
+    shutil.copy(first, llama / "tiny-00002-of-00006.gguf")
+    assert "keep the names of all parts" in refusal(llama)
 
 
 @needs_ggml

@@ -90,6 +90,8 @@ _COMPUTED = "rope_freqs.weight"  # transformers computes it from the config
 # Formats of single metadata values, by GGUF's enum.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+# Names of the parts of a model that llama-gguf-split has divided.
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _MOST_DIMENSIONS = 4
 
 
@@ -140,8 +142,9 @@ def halved(values: Tensor, heads: int, *, dim: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """What a file holds.
+    """What a file holds, or all parts of a divided one.
 
+    path           the file, or its first part
     architecture   GGUF's name of it
     tensors        its tensors, by transformers' names
     """
@@ -191,26 +194,41 @@ class GgufFile:
 
 
 def gguf_in(directory: Path) -> Path | None:
-    """The GGUF file of a directory without other weights; None: it has none. Raises ModelError for several files."""
+    """The GGUF file of a directory without other weights, or the first part of a divided one; None: it has none. Raises
+    ModelError for several files.
+    """
     if any(directory.glob("model*.safetensors*")):
         return None
     files = sorted(directory.glob("*.gguf"))
-    if len(files) > 1:
+    if len({parts_of(path)[0] for path in files}) > 1:
         raise ModelError(
-            f"{directory} holds {len(files)} GGUF files, such as {files[0].name} and {files[1].name}: "
-            "keep one file in a directory (a model in several parts can be merged with llama-gguf-split --merge)"
+            f"{directory} holds {len(files)} GGUF files, such as {files[0].name} and {files[-1].name}: "
+            "keep one file, or all parts of one, in a directory"
         )
-    return files[0] if files else None
+    return parts_of(files[0])[0] if files else None
+
+
+def parts_of(path: Path) -> list[Path]:
+    """All parts of the model that the name of a file belongs to: the file itself, unless the name is that of a part."""
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    name, _, count = match.groups()
+    return [path.with_name(f"{name}-{number:05}-of-{count}.gguf") for number in range(1, int(count) + 1)]
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read the header of a GGUF file. Raises ModelError with the reason for a file that is damaged, or that holds an
-    architecture, a tensor or a kind of values that is not supported.
+    """Read the header of a GGUF file, and those of all parts if it is the first of several. Raises ModelError with the
+    reason for a file that is missing or damaged, or that holds an architecture, a tensor or a kind of values that is
+    not supported.
     """
     try:
-        check_regular(path)
-        status = path.stat()
-        return _read(path, status.st_size, status.st_mtime_ns)
+        stats = []
+        for part in parts_of(path):
+            path = part
+            check_regular(part)
+            stats.append((part, part.stat().st_size, part.stat().st_mtime_ns))
+        return _read(tuple(stats))
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({error.strerror or error}): check the file and its disk") from error
     except (struct.error, UnicodeDecodeError, ValueError, KeyError, OverflowError):
@@ -223,8 +241,38 @@ def check_package() -> None:
         raise ModelError(f"reading a GGUF file needs the package gguf: {INSTALL}")
 
 
-@functools.lru_cache(maxsize=2)  # a load reads the header several times, and a vocabulary takes a while
-def _read(path: Path, size: int, _changed_ns: int) -> GgufFile:
+@functools.lru_cache(maxsize=2)  # a load reads the headers several times, and a vocabulary takes a while
+def _read(parts: tuple[tuple[Path, int, int], ...]) -> GgufFile:
+    """`parts`: path, size and time of the last change of each."""
+    first, tensors = dict[str, Any](), dict[str, GgufTensor]()
+    for index, (path, size, _) in enumerate(parts):
+        fields, entries, begin = _header(path)
+        first = first or fields
+        if (index, len(parts)) != (int(fields.get("split.no", 0)), int(fields.get("split.count", 0)) or 1):
+            raise ModelError(
+                f"{path.name} is a part of a model: keep the names of all parts, NAME-00001-of-00002.gguf and so on"
+            )
+        architecture = str(first["general.architecture"])
+        if architecture not in _MODEL_TYPES:
+            raise ModelError(
+                f"{path.name} holds a model of architecture {architecture}: of GGUF files, those of "
+                f"{', '.join(_MODEL_TYPES)} are served"
+            )
+        for name, shape, number, offset in entries:
+            if name != _COMPUTED:
+                kind = _kind(path, name, number)
+                num_bytes = math.prod(shape) // kind.values * kind.num_bytes
+                if shape[-1] % kind.values or begin + offset + num_bytes > size:
+                    raise ModelError(f"{path} is incomplete at tensor {name}: fetch it again")
+                theirs = _renamed(path, name)
+                heads = _heads(architecture, first, name)
+                stored = StoredTensor(theirs, path, kind.name, shape, begin + offset, num_bytes)
+                tensors[theirs] = GgufTensor(stored, kind, heads)
+    return GgufFile(parts[0][0], architecture, tensors)
+
+
+def _header(path: Path) -> tuple[dict[str, Any], list[tuple[str, tuple[int, ...], int, int]], int]:
+    """Metadata, the tensors (name, shape, kind and offset), and where the values begin to which offsets refer."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         cursor = _Cursor(data)
         if data[:4] != b"GGUF" or cursor.value("I", at=4) not in (2, 3):
@@ -233,27 +281,7 @@ def _read(path: Path, size: int, _changed_ns: int) -> GgufFile:
         fields = {cursor.text(): cursor.field(cursor.value("I")) for _ in range(num_fields)}
         entries = [_entry(cursor) for _ in range(num_tensors)]
         alignment = int(fields.get("general.alignment", 32))
-        begin = -(-cursor.at // alignment) * alignment
-    architecture = str(fields["general.architecture"])
-    if architecture not in _MODEL_TYPES:
-        raise ModelError(
-            f"{path.name} holds a model of architecture {architecture}: of GGUF files, those of "
-            f"{', '.join(_MODEL_TYPES)} are served"
-        )
-    if int(fields.get("split.count", 1)) > 1:
-        raise ModelError(f"{path.name} is a part of a model: merge the parts with llama-gguf-split --merge")
-    tensors: dict[str, GgufTensor] = {}
-    for name, shape, number, offset in entries:
-        if name != _COMPUTED:
-            kind = _kind(path, name, number)
-            num_bytes = math.prod(shape) // kind.values * kind.num_bytes
-            if shape[-1] % kind.values or begin + offset + num_bytes > size:
-                raise ModelError(f"{path} is incomplete at tensor {name}: fetch it again")
-            theirs = _renamed(path, name)
-            heads = _heads(architecture, fields, name)
-            stored = StoredTensor(theirs, path, kind.name, shape, begin + offset, num_bytes)
-            tensors[theirs] = GgufTensor(stored, kind, heads)
-    return GgufFile(path, architecture, tensors)
+        return fields, entries, -(-cursor.at // alignment) * alignment
 
 
 class _Cursor:
