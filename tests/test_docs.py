@@ -88,9 +88,10 @@ def test_every_member_of_a_class_that_a_page_names_exists() -> None:
     assert not {f"{owner}.{member}" for owner, member in named if not exists(owner, member)}
 
 
-def test_prose_has_lines_of_120_columns_at_most() -> None:
+def test_prose_has_lines_of_120_columns_at_most_and_no_marks_of_a_conflict() -> None:
     lines = [(page.name, line) for page in PAGES if page.name != "tiers.md" for line in page.read_text().splitlines()]
     assert not [found for found in lines if len(found[1]) > 120 and not found[1].startswith(("|", "diff --git "))]
+    assert not [found for found in lines if found[1].startswith(("<<<<<<< ", ">>>>>>> "))]
 
 
 def test_no_decision_is_longer_than_a_page() -> None:

@@ -60,12 +60,12 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 # Lines of today, rounded up. A part that must grow first says what it makes unnecessary; a part that shrank gets a
 # lower bound.
 LINES = {
-    "sidestream_kv": 18_280,
+    "sidestream_kv": 18_300,
     "sidestream_order": 6_050,
-    "sidestream": 51_850,
+    "sidestream": 52_020,
     "proof": 23_990,
     "bench": 11_220,
-    "tests": 70_980,
+    "tests": 71_340,
 }
 
 

@@ -158,6 +158,8 @@ EXEMPT = (
     Exempt("attach_head", ("replace",), _COPY),
     Exempt("_parts_of_rank", ("replace", "replace"), _COPY),
     Exempt("load_model", ("replace",), _COPY),
+    Exempt("_in_cache_dtype", ("replace",), _COPY),
+    Exempt("cache_parts", ("replace",), _COPY),
     Exempt("load_model", ("fingerprint=",), "the constructor requires it, and keys of all models contain it"),
     Exempt("MtpHead.joined", ("join",), "a matrix product, not a thread"),
     Exempt("write_head", ("replace",), "a whole file takes the place of an old one, and no other process reads it yet"),

@@ -197,12 +197,19 @@ class EngineSizes:
     target_gap_s: float | None = None
 
 
+KV_CACHE_DTYPES = ("auto", "fp8")
+"""See `EngineConfig.kv_cache_dtype`."""
+
+
 @options_checked(ConfigError, renamed=RENAMED)
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How an engine runs one model.
 
     device          `"cpu"`, `"cuda"`, or `"auto"`: cuda where a GPU can be used
+    kv_cache_dtype  `"auto"`: keys and values lie in the dtype in which the model computes; `"fp8"`: as float8_e4m3fn
+                    without scales, on the device and in all tiers: half the bytes of bfloat16, with an error that the
+                    log gives. Not to be confused with `OffloadConfig.kv_dtype`, which is only about the tiers
     kv_memory       bytes of the device's block pool; None: 1 GiB on a CPU; on a GPU nine tenths of the memory that is
                     free beside the weights, minus the memory that attention needs
     state_memory    bytes of `kv_memory` for the recurrent states of hybrid models; None: half of `kv_memory`, or the
@@ -279,10 +286,18 @@ class EngineConfig:
     max_lora_rank: int = 16
     watchdog_timeout_s: float = 120.0
     repack: bool | None = None
+    kv_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "float16", "bfloat16"):
             raise ConfigError(unknown_name("dtype", str(self.dtype), ("auto", "float32", "float16", "bfloat16")))
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ConfigError(unknown_name("kv_cache_dtype", str(self.kv_cache_dtype), KV_CACHE_DTYPES))
+        if self.kv_cache_dtype != "auto" and self.speculative is not None and self.speculative.proposer == "mtp":
+            raise ConfigError(
+                f"kv_cache_dtype is {self.kv_cache_dtype}, but the proposer is mtp, which keeps hidden states in "
+                "blocks of KV: choose another proposer, or leave kv_cache_dtype out"
+            )
         if self.device not in ("auto", "cpu", "cuda"):
             raise ConfigError(unknown_name("device", str(self.device), ("auto", "cpu", "cuda")))
         if self.generation_config not in ("auto", "none"):

@@ -129,14 +129,21 @@ def rotating(part: tuple[Any, Any]) -> int:
     return sum(isinstance(module, RotatingAttention) for module in part[0].modules())
 
 
-def test_answers_equal_the_reference_uncached_and_from_device_and_host(model: Path, batches: list[DeviceBatch]) -> None:
+@pytest.mark.parametrize(
+    ("model", "form"),
+    [("qwen3", "auto"), ("gemma2", "auto"), ("minicpm3", "auto"), ("gemma2", "fp8")],
+    indirect=["model"],
+)
+def test_answers_equal_the_reference_uncached_and_from_device_and_host(
+    model: Path, form: str, batches: list[DeviceBatch]
+) -> None:
     with pytest.MonkeyPatch.context() as plain:
         plain.setattr(rank_parts, "Executor", Executor)
-        with engine(model) as llm:
+        with engine(model, kv_cache_dtype=form) as llm:
             expected = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
     assert not batches
 
-    with engine(model, offload=OffloadConfig(host="1MiB"), check_order=True) as llm:
+    with engine(model, kv_cache_dtype=form, offload=OffloadConfig(host="1MiB"), check_order=True) as llm:
         costs = llm.engine.parts.costs
         assert costs is not None
         costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]  # the interpreter's speed is no reason to compute or not
@@ -159,10 +166,17 @@ def test_answers_equal_the_reference_uncached_and_from_device_and_host(model: Pa
         assert batch.short_queries >= max(lengths[batch.split_rows : batch.rows_in_splits], default=0)
 
 
-@pytest.mark.parametrize("model", ["qwen3", "llama", "minicpm3"], indirect=True)
-def test_captured_forward_passes_give_the_same_answers_as_eager_ones(model: Path, batches: list[DeviceBatch]) -> None:
+@pytest.mark.parametrize(
+    ("model", "form"),
+    [("qwen3", "auto"), ("llama", "auto"), ("minicpm3", "auto"), ("qwen3", "fp8")],
+    indirect=["model"],
+)
+def test_captured_forward_passes_give_the_same_answers_as_eager_ones(
+    model: Path, form: str, batches: list[DeviceBatch]
+) -> None:
     prompts = [*PROMPTS[1:], PROMPTS[0][:20]]
     options = {"chunk_tokens": 16, "token_budget": 20, "offload": OffloadConfig(host="1MiB"), "check_order": True}
+    options["kv_cache_dtype"] = form
     with engine(model, **options) as llm:
         expected = [output.token_ids for output in llm.generate(prompts, GREEDY)]
     with engine(model, **options) as llm:

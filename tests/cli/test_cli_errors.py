@@ -53,6 +53,7 @@ def test_the_old_name_of_an_option_gives_its_new_name(run: Run, old: str, new: s
     ("arguments", "said"),
     [
         (["--dtype", "bfloat"], "no dtype bfloat; did you mean bfloat16?"),
+        (["--kv-cache-dtype", "int8"], "no --kv-cache-dtype int8; known: auto, fp8"),
         (["--kv-memory", "much"], "--kv-memory is 'much': give a size such as 512MiB or 4GiB"),
         (["--chunk-tokens", "100"], "--chunk-tokens is 100: it must be a multiple of --block-tokens (16)"),
         (["--max-running", "0"], "--max-running is 0: it must be a whole number of 1 or more"),

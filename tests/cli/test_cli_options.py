@@ -43,9 +43,9 @@ def test_every_server_option_reaches_its_field() -> None:
 
 def test_every_engine_option_reaches_its_field() -> None:
     sizes = {"block_tokens": 8, "chunk_tokens": 64, "token_budget": 256, "max_running": 4, "max_waiting": 5}
-    more = {"max_model_len": 100, "threads": 3, "salt": "s", "generation_config": "none", "repack": False}
-    config = engine_config(dtype="float32", kv_memory="2GiB", **sizes, **more)
-    named = {"generation_config": "none", "repack": False}
+    more = {"max_model_len": 100, "threads": 3, "salt": "s"}
+    named = {"generation_config": "none", "repack": False, "kv_cache_dtype": "fp8"}
+    config = engine_config(dtype="float32", kv_memory="2GiB", **sizes, **more, **named)
     assert config == EngineConfig("float32", "auto", "2GiB", 8, 64, 256, 4, 5, 100, 3, "s", **named)
 
 

@@ -100,6 +100,16 @@ def test_a_check_agrees_with_the_loaded_model(run: Run, hybrid: Path) -> None:
     assert sizes == (layout.token_bytes, model.state_layout.state_bytes, layout.block_tokens, model.max_model_len)
 
 
+def test_a_check_tells_the_bytes_of_kv_in_float8(run: Run, hybrid: Path) -> None:
+    exact, packed = (
+        run("models", "check", str(hybrid), "--device", "cpu", "--kv-cache-dtype", form, "--json").output
+        for form in ("auto", "fp8")
+    )
+    assert json.loads(exact)["token_bytes"] == 4 * json.loads(packed)["token_bytes"]
+    shown = run("models", "check", str(hybrid), "--device", "cpu", "--kv-cache-dtype", "fp8").output
+    assert re.search(r"KV           \d+ bytes a token, so 1 GiB has [\d,]+ tokens, in float8_e4m3fn", shown)
+
+
 def test_weights_without_room_are_told(run: Run, hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "available_bytes", lambda: 1000)
     assert "0.00 GiB free: too little for the weights" in run("models", "check", str(hybrid), "--device", "cpu").output

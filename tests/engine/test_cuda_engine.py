@@ -172,22 +172,23 @@ def test_an_engine_without_options_uses_the_gpu_and_a_share_of_its_free_memory(
     assert "what the weights leave free; --kv-memory changes it" in caplog.text
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("dtype", "kv"), [("bfloat16", "auto"), ("float16", "auto"), ("bfloat16", "fp8")])
 def test_half_precision_gives_equal_tokens_without_a_cache_and_from_every_tier(
-    dtype: str, smollm: str, tmp_path: Path
+    dtype: str, kv: str, smollm: str, tmp_path: Path
 ) -> None:
+    own: dict[str, Any] = {"separate_tail_chunk": True, "dtype": dtype, "kv_cache_dtype": kv}
     prompt = Tokenizer.load(smollm).encode(sample_text())[:1000]
     offload = OffloadConfig(host="256MiB", disk=tmp_path / "kv", disk_capacity="256MiB")
-    with engine(smollm, separate_tail_chunk=True, dtype=dtype) as llm:
+    with engine(smollm, **own) as llm:
         (cold,) = llm.generate([prompt], GREEDY)
-    with engine(smollm, separate_tail_chunk=True, dtype=dtype, offload=offload, check_order=True) as llm:
+    with engine(smollm, **own, offload=offload, check_order=True) as llm:
         always_load(llm)
         (stored,) = llm.generate([prompt], GREEDY)
         assert llm.flush()
         (on_device,) = llm.generate([prompt], GREEDY)
         forget_device(llm)
         (from_host,) = llm.generate([prompt], GREEDY)
-    with engine(smollm, separate_tail_chunk=True, dtype=dtype, offload=offload, check_order=True) as llm:
+    with engine(smollm, **own, offload=offload, check_order=True) as llm:
         always_load(llm)
         (from_disk,) = llm.generate([prompt], GREEDY)
     assert (on_device.cached.device, from_host.cached.host, from_disk.cached.disk) == (992, 992, 992)

@@ -80,12 +80,13 @@ def test_layers_beyond_the_list_of_windows_have_no_window() -> None:
     assert ([*LAYOUT.layers_without_window], LAYOUT.window) == ([0, 1, 2], 0)
 
 
-def test_describe_has_every_field_except_the_windows() -> None:
-    """Except the windows: they are no property of a block's bytes, and a model's fingerprint depends on them. Blocks of
-    keys and values are described as they were before there were latents, so tiers keep their contents.
+def test_describe_has_every_field_except_the_windows_and_the_dtype_of_reads() -> None:
+    """They are no property of a block's bytes, and a model's fingerprint depends on them. Blocks of keys and values are
+    described as they were before there were latents, so tiers keep their contents.
     """
     latent = dataclasses.replace(LAYOUT, num_kv_heads=1, latent_dim=6)
-    fields = {name: size for name, size in dataclasses.asdict(latent).items() if name != "windows"}
+    fields = dataclasses.asdict(latent)
+    del fields["windows"], fields["read_as"]
     assert latent.describe() == fields
     del fields["latent_dim"]
     assert LAYOUT.describe() == {**fields, "num_kv_heads": 2}

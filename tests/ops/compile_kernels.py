@@ -4,6 +4,7 @@ test_kernels_compile.py.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import triton
@@ -19,7 +20,7 @@ from sidestream_kv.device.cuda import kernels as copies
 
 TARGET = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 << 10  # of one program on an H100
-LONG, INT, BF16, FLOAT = "*i64", "*i32", "*bf16", "*fp32"
+LONG, INT, BF16, FLOAT, FP8 = "*i64", "*i32", "*bf16", "*fp32", "*fp8e4nv"
 
 
 def compiled(
@@ -105,25 +106,30 @@ for dtype, tokens, outputs in ((BF16, 32, 32), (BF16, 64, 64), (FLOAT, 64, 64)):
     )  # fmt: skip
 
 heads = {"KV_HEADS": 8, "HEAD_DIM": 128}
-for kv_heads, size, value_size, width in ((8, 128, 128, 1024), (1, 512, 64, 512)):
+for pool, kv_heads, size, value_size, width in (
+    (BF16, 8, 128, 128, 1024),
+    (FP8, 8, 128, 128, 1024),
+    (BF16, 1, 512, 64, 512),
+):
     compiled(
-        attention.write, *[BF16] * 3, LONG, BF16, LONG, *["i32"] * 9,
+        attention.write, BF16, BF16, pool, LONG, BF16, LONG, *["i32"] * 9,
         KV_HEADS=kv_heads, OUT_WIDTH=4096, HEAD_DIM=size, VALUE_DIM=value_size, BLOCK_TOKENS=16, WIDTH=width,
         OVERLAP=True,
     )  # fmt: skip
-for size, normed in ((128, True), (80, False)):
+for pool, size, normed in ((BF16, 128, True), (BF16, 80, False), (FP8, 128, True)):
     compiled(
-        attention.rotate_and_write, *[BF16] * 8, LONG, BF16, BF16, LONG, "i32", "i32", "fp32", *["i32"] * 12,
+        attention.rotate_and_write, *[BF16] * 7, pool, LONG, BF16, BF16, LONG, "i32", "i32", "fp32", *["i32"] * 12,
         warps=2, NORMED=normed, KV_HEADS=8, GROUP=4, HALF=size // 2, PADDED_HALF=64, BLOCK_TOKENS=16, LINES=16,
         OVERLAP=True,
     )  # fmt: skip
-for split, wide, lines, keys, warps in ((0, 0, 128, 64, 8), (256, 256, 16, 32, 2), (256, 512, 64, 32, 4)):
+for pool, (split, wide, lines, keys, warps) in itertools.product(
+    (BF16, FP8), ((0, 0, 128, 64, 8), (256, 256, 16, 32, 2), (256, 512, 64, 32, 4))
+):
     compiled(
-        attention.attend, *[BF16] * 4, *[FLOAT] * 4, INT, LONG, LONG, INT, *["i32"] * 5, "fp32", "fp32", *["i32"] * 7,
-        warps=warps, overlap=True, SPLIT_TOKENS=split, NARROW_SPLITS=16, WIDE_TOKENS=wide, WINDOW=True, CAPPED=True,
-        SINKS=True, ALIBI=lines > 16, GROUP=4, PADDED_DIM=128, ROTATED_DIM=0, PADDED_ROTATED=16, BLOCK_TOKENS=16,
-        BLOCK_M=lines,
-        BLOCK_N=keys, OVERLAP=True, **heads,
+        attention.attend, BF16, pool, BF16, BF16, *[FLOAT] * 4, INT, LONG, LONG, INT, *["i32"] * 5, "fp32", "fp32",
+        *["i32"] * 7, warps=warps, overlap=True, SPLIT_TOKENS=split, NARROW_SPLITS=16, WIDE_TOKENS=wide, WINDOW=True,
+        CAPPED=True, SINKS=True, ALIBI=lines > 16, GROUP=4, PADDED_DIM=128, ROTATED_DIM=0, PADDED_ROTATED=16,
+        BLOCK_TOKENS=16, BLOCK_M=lines, BLOCK_N=keys, OVERLAP=True, **heads,
     )  # fmt: skip
 # GLM-4.7-Flash's 20 heads, and 64 of DeepSeek-V3's 128.
 for split, wide, groups, group, lines, keys in (
@@ -144,9 +150,9 @@ for size in (128, 512):
         SPLIT_TOKENS=256, NARROW_SPLITS=16, WIDE_TOKENS=512, WINDOW=False, SINKS=True, HEADS=32,
         HEAD_DIM=size, PADDED_DIM=size, OVERLAP=True,
     )  # fmt: skip
-for size in (16, 48):
+for pool, size in ((BF16, 16), (FP8, 16), (BF16, 48)):
     compiled(
-        attention.gather_contiguous, *[BF16] * 3, INT, INT, LONG, LONG, *["i32"] * 9,
+        attention.gather_contiguous, pool, BF16, BF16, INT, INT, LONG, LONG, *["i32"] * 9,
         HEAD_DIM=128, BLOCK_TOKENS=size, BLOCK_N=64, ROW_MULTIPLE=128,
     )  # fmt: skip
 tile = "tensordesc<bf16[64, 128]>"

@@ -86,7 +86,8 @@ class Attended(Protocol):
     ) -> torch.Tensor:
         """Write the batch's keys and values into the pool, then attend; returns `[T, heads, head_dim]`.
 
-        query [T, heads, head_dim] · key, value [T, kv_heads, head_dim], in the pool's dtype. heads is a multiple of
+        query [T, heads, head_dim] · key, value [T, kv_heads, head_dim], in the pool's dtype; or a pool in float8 gets
+        the nearest numbers that float8 has, at most +-448, and is read in the query's dtype. heads is a multiple of
         kv_heads; query head h reads kv head h // (heads / kv_heads). A query at position p sees positions
         `(p - sliding_window, p]`, or if `sliding_window` is an `AttentionChunk`, those of its chunk up to p. `softcap`
         bounds the scores: softcap * tanh(score / softcap). sinks [heads]: for each query head, the score of one more

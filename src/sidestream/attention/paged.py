@@ -25,6 +25,7 @@ from sidestream_kv.kv.layout import window_start
 # Measured on two cores: 16 queries of 9 heads over 2,000 keys of 3 KV heads take 0.88 times as long as unstacked
 # queries; a chunk of 256 queries gains nothing.
 _FEW_QUERIES = 16
+_FP8 = torch.float8_e4m3fn
 
 __all__ = ["PagedBatch", "TorchAttention", "paged_attention"]
 
@@ -118,6 +119,8 @@ class PagedBatch:
         if self.kv.shape[2] == 1:
             pool.index_copy_(0, self._addresses.written_keys, torch.cat((key, value), dim=-1))
             return
+        if pool.dtype == _FP8:
+            pool, key, value = pool.view(torch.int8), _fp8_bytes(key), _fp8_bytes(value)
         pool.index_copy_(0, self._addresses.written_keys, key)
         pool.index_copy_(0, self._addresses.written_values, value)
 
@@ -160,16 +163,16 @@ def paged_attention(
 ) -> torch.Tensor:
     """Write the batch's keys and values into the pool, then attend; returns `[T, heads, head_dim]`.
 
-    query [T, heads, head_dim] · key, value [T, kv_heads, head_dim], in the pool's dtype. heads is a multiple of
-    kv_heads; query head h reads kv head h // (heads / kv_heads). A query at position p sees positions `(p -
-    sliding_window, p]`. For the other options, see `Attended.attend`. Runs on the calling thread; one
+    query [T, heads, head_dim] · key, value [T, kv_heads, head_dim], in the pool's dtype unless that is float8. heads is
+    a multiple of kv_heads; query head h reads kv head h // (heads / kv_heads). A query at position p sees positions
+    `(p - sliding_window, p]`. For the other options, see `Attended.attend`. Runs on the calling thread; one
     call at a time per batch.
     """
     batch.write(key, value, layer)
     addresses = batch._addresses
     vectors, _, kv_heads, width = batch.layer(layer).shape[1:]
     visible = addresses.visible(sliding_window, query.dtype, heads_per_kv_head=query.shape[1] // kv_heads)
-    blocks = addresses.block_view_from(layer).index_select(0, visible.block_starts)
+    blocks = addresses.block_view_from(layer).index_select(0, visible.block_starts).to(query.dtype)
     parts = blocks.view(vectors, 1, -1, kv_heads, width).transpose(2, 3).unbind()
     row_keys, row_values = ([part[:, :, a:b] for a, b in visible.token_ranges] for part in (parts[0], parts[-1]))
     out = []
@@ -213,6 +216,12 @@ class _VisibleKV:
     block_starts: torch.Tensor
     token_ranges: list[tuple[int, int]]
     masks: tuple[torch.Tensor, ...]
+
+
+def _fp8_bytes(states: torch.Tensor) -> torch.Tensor:
+    """The bytes of keys or values in float8, as int8. Numbers beyond float8's largest become that one; NaN stays."""
+    most = torch.finfo(_FP8).max  # torch 2.11 turns larger numbers into NaN
+    return states.clamp(-most, most).to(_FP8).view(torch.int8)
 
 
 class _Addresses:

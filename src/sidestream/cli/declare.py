@@ -71,6 +71,7 @@ RARE = frozenset(
         "--max-drafts",
         "--max-draft-slowdown",
         "--self-check",
+        "--kv-cache-dtype",
         "--offload-kv-dtype",
         "--check-order",
         "--timeline",

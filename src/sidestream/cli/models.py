@@ -17,6 +17,7 @@ from sidestream.cli.declare import Command, Group, option, whole
 from sidestream.cli.loading import prepare_model
 from sidestream.cli.options import DEMO_MODEL, AsJson, Model
 from sidestream.cli.train import train_mtp
+from sidestream.config import KV_CACHE_DTYPES
 
 app = typer.Typer(
     cls=Group,
@@ -63,6 +64,9 @@ def check(
     model: Model,
     device: Annotated[str, option("--device", "DEVICE", "cpu, cuda, or auto: cuda if a GPU is usable.")] = "auto",
     dtype: Annotated[str, option("--dtype", "TYPE", "auto, float32, float16 or bfloat16.")] = "auto",
+    kv_cache_dtype: Annotated[
+        str, option("--kv-cache-dtype", "|".join(KV_CACHE_DTYPES), "fp8: KV in 8 bits.")
+    ] = "auto",
     tensor_parallel: Annotated[int, option("--tensor-parallel", "N", "Number of ranks.", parse=whole)] = 1,
     as_json: AsJson = False,
 ) -> None:
@@ -77,7 +81,7 @@ def check(
 
     chosen = torch_device(device)
     path = model if Path(model).is_dir() else resolve(model)  # a config alone is enough, and of a file, the directory
-    facts = facts_of(path, dtype=dtype, device=chosen, ranks=tensor_parallel)
+    facts = facts_of(path, dtype=dtype, device=chosen, ranks=tensor_parallel, kv_cache_dtype=kv_cache_dtype)
     free = _free_bytes(chosen)
     if as_json:
         print(json.dumps({"model": model, "device": chosen.type, "free_bytes": free, **dataclasses.asdict(facts)}))
@@ -85,11 +89,12 @@ def check(
     kind = f"{facts.kind}, the text part of {facts.text_of}" if facts.text_of else facts.kind
     stored = f"quantised by {facts.quantisation}, else {facts.stored}" if facts.quantisation else facts.stored
     size = "of unknown size: its files are not here" if facts.weights_bytes is None else _gib(facts.weights_bytes)
+    lies_in = "" if facts.kv_cache_dtype == facts.dtype else f", in {facts.kv_cache_dtype}"
     rows = [
         ("kind", f"{kind}; up to {facts.max_positions:,} tokens"),
         ("weights", f"{size}, stored as {stored}"),
         ("computes in", f"{facts.dtype}, {facts.reason}"),
-        ("KV", f"{facts.token_bytes:,} bytes a token, so 1 GiB has {(1 << 30) // facts.token_bytes:,} tokens"),
+        ("KV", f"{facts.token_bytes:,} bytes a token, so 1 GiB has {(1 << 30) // facts.token_bytes:,} tokens{lies_in}"),
     ]
     if facts.packed_bytes is not None:
         rows.append(("products", escape(_products(facts))))

@@ -22,6 +22,7 @@ import typer
 
 from sidestream.cli.declare import flag, number, option, whole
 from sidestream.config import (
+    KV_CACHE_DTYPES,
     MOST_DRAFTS,
     SAMPLING_OPTIONS,
     EngineConfig,
@@ -90,6 +91,15 @@ _Dtype = Annotated[
         "--dtype",
         "auto (the checkpoint's dtype, or float32 if the CPU is much faster with it), float32, float16 or bfloat16.",
         "TYPE",
+    ),
+]
+_KvCacheDtype = Annotated[
+    str,
+    _engine(
+        "--kv-cache-dtype",
+        "fp8: KV in 8 bits on the device and in all tiers, half the bytes of bfloat16, with an error that the log "
+        "gives. auto: in the model's dtype.",
+        "|".join(KV_CACHE_DTYPES),
     ),
 ]
 _Device = Annotated[str, _engine("--device", "cpu, cuda, or auto: cuda if a GPU is usable.", "DEVICE")]
@@ -342,6 +352,7 @@ def engine_config(
     *,
     dtype: _Dtype = _ENGINE.dtype,
     device: _Device = _ENGINE.device,
+    kv_cache_dtype: _KvCacheDtype = _ENGINE.kv_cache_dtype,
     kv_memory: _KvMemory = None,
     state_memory: _StateMemory = None,
     state_interval: _StateInterval = _ENGINE.state_interval,
@@ -382,6 +393,7 @@ def engine_config(
     return EngineConfig(
         dtype=dtype,
         device=device,
+        kv_cache_dtype=kv_cache_dtype,
         kv_memory=kv_memory,
         state_memory=state_memory,
         state_interval=state_interval,

@@ -161,10 +161,11 @@ class BuildPlan:
         """Log the sizes. Call it when the memory is allocated: until then, they may still be refused."""
         layout, running = self.layout, self.sizes.max_running
         logger.info(
-            "KV memory: %.2f GiB on %s, %d tokens (%s); up to %d requests run at once",
+            "KV memory: %.2f GiB on %s, %d tokens in %s (%s); up to %d requests run at once",
             self.num_blocks * layout.block_bytes / 2**30,
             self.device.kind,
             self.bounds.pool_tokens,
+            layout.dtype,
             self.origin,
             running,
         )
@@ -217,6 +218,11 @@ def tier_layout(model: ServableModel, config: EngineConfig) -> KVLayout | EightB
         raise ConfigError(
             f"kv_dtype is {kv_dtype}, but the engine has {config.tensor_parallel} ranks, and copies of several ranks "
             "do not convert KV: leave kv_dtype out"
+        )
+    if kv_dtype != "auto" and config.kv_cache_dtype != "auto":
+        raise ConfigError(
+            f"kv_dtype is {kv_dtype}, but kv_cache_dtype is {config.kv_cache_dtype}, with which KV has 8 bits already: "
+            "leave kv_dtype out"
         )
     return layout_in_tiers(block_layout(model), kv_dtype)
 
@@ -349,7 +355,7 @@ def _attention_spec(
         heads=model.num_heads,
         kv_heads=layout.num_kv_heads,
         head_dim=layout.head_dim,
-        dtype=getattr(torch, layout.dtype),
+        dtype=getattr(torch, layout.compute_dtype),
         device=device,
         query_tokens=sizes.max_running * (1 + max_drafts) + SHORT_TOKENS,
         draft=proposer.shape if isinstance(proposer, DraftModelProposer) else None,

@@ -134,6 +134,7 @@ class LoadedEngine:
             cache_parts(
                 self.path,
                 dtype=config.dtype,
+                kv_cache_dtype=config.kv_cache_dtype,
                 block_tokens=config.block_tokens,
                 device=device,
                 ranks=config.tensor_parallel,
@@ -159,6 +160,7 @@ class LoadedEngine:
         loaded = load_model(
             self.path,
             dtype=config.dtype,
+            kv_cache_dtype=config.kv_cache_dtype,
             block_tokens=config.block_tokens,
             device=device,
             max_model_len=config.max_model_len,
@@ -219,6 +221,7 @@ class LoadedEngine:
         other = load_model(
             resolve(path),
             dtype=self.config.dtype,
+            kv_cache_dtype=self.config.kv_cache_dtype,
             block_tokens=self.config.block_tokens,
             device=device,
             max_model_len=self.config.max_model_len,
@@ -323,7 +326,8 @@ class LoadedEngine:
         with _about("the draft model"):
             draft = load_model(
                 draft_path,
-                dtype=model.layout.dtype,
+                dtype=model.layout.compute_dtype,
+                kv_cache_dtype=self.config.kv_cache_dtype,
                 block_tokens=model.layout.block_tokens,
                 device=torch_device(self.config.device),
                 max_model_len=max_model_len,

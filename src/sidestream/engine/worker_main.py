@@ -72,6 +72,7 @@ def follow(begin: Begin, link: RankConnection, on_device: OnDevice = leave_as_it
     model = load_model(
         begin.model,
         dtype=config.dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
         block_tokens=config.block_tokens,
         device=where,
         max_model_len=config.max_model_len,

@@ -146,7 +146,7 @@ class PagedModel:
         """Make room for LoRA adapters. Raises ModelError for a model that cannot have them."""
         if self.stateful is not None:
             raise ModelError(f"{self.config.model_type} keeps recurrent state, with which adapters are not supported")
-        dtype = getattr(torch, self.layout.dtype)
+        dtype = getattr(torch, self.layout.compute_dtype)
         self.adapters = Adapters(
             self.module, slots=slots, rank=rank, dtype=dtype, pads=self.pads, divided=self._divided
         )
@@ -351,7 +351,7 @@ def paged_attention_hook(
         fits = key.shape[1::2] == value.shape[1::2] == pool.shape[-2:]
     else:
         fits = (key.shape[1], key.shape[-1] + value.shape[-1]) == pool.shape[-2:]
-    if key.dtype != pool.dtype or not fits:
+    if pool.dtype not in (key.dtype, torch.float8_e4m3fn) or not fits:
         raise ModelError(
             f"layer {module.layer_idx} has keys {tuple(key.shape[1::2])} and values {tuple(value.shape[1::2])} "
             f"in {key.dtype}, the pool holds {tuple(pool.shape[-2:])} in {pool.dtype}: "

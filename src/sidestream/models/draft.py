@@ -11,7 +11,6 @@ import xxhash
 
 from sidestream.attention.interface import KVShape
 from sidestream.errors import ModelError
-from sidestream_kv.kv.layout import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from sidestream.models.adapter import PagedModel
@@ -50,7 +49,7 @@ def attach_draft(model: PagedModel, draft: PagedModel, *, max_model_len: int, nu
             "choose a draft model with all tokens of the tokenizer"
         )
     shape = shape_of(draft)
-    layer = layout.layer_bytes // DTYPE_BYTES[layout.dtype]
+    layer = layout.layer_bytes // layout.value_bytes
     width = own.num_kv_heads * own.head_dim
     extra = -(-shape.values(own.block_tokens) // layer)
     while (layout.num_layers + extra) * layer % width:  # `attention/paged.py` needs such a block size

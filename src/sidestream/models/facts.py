@@ -28,6 +28,7 @@ class ModelFacts:
     packed_bytes    of a GGUF file whose weights can stay packed on a CPU; None: it is no such file
     stays_packed    whether they do: `weights_bytes` is then that number
     copies_bytes    of the repacked copies that they then have, unless `EngineConfig.repack` decides otherwise
+    kv_cache_dtype  the dtype in which keys and values lie
     token_bytes     KV of one token, of one rank
     state_bytes     recurrent state of one request; 0: it has none
     block_tokens    tokens of a block
@@ -44,17 +45,22 @@ class ModelFacts:
     packed_bytes: int | None
     stays_packed: bool
     copies_bytes: int
+    kv_cache_dtype: str
     token_bytes: int
     state_bytes: int
     block_tokens: int
     max_positions: int
 
 
-def facts_of(path_or_hub_id: str, *, dtype: str, device: torch.device, ranks: int = 1) -> ModelFacts:
+def facts_of(
+    path_or_hub_id: str, *, dtype: str, device: torch.device, ranks: int = 1, kv_cache_dtype: str = "auto"
+) -> ModelFacts:
     """The facts of a directory or hub id, of which at most the config is downloaded. Options are those of `load_model`.
     Raises ModelError with the reason if the model is not served.
     """
-    parts = cache_parts(path_or_hub_id, dtype=dtype, block_tokens=None, device=device, ranks=ranks)
+    parts = cache_parts(
+        path_or_hub_id, dtype=dtype, block_tokens=None, device=device, ranks=ranks, kv_cache_dtype=kv_cache_dtype
+    )
     chosen = precision_of(path_or_hub_id, dtype=dtype, device=device)
     with naming_model(name_of(path_or_hub_id)):
         directory = local_directory(path_or_hub_id, weights=False)
@@ -78,6 +84,7 @@ def facts_of(path_or_hub_id: str, *, dtype: str, device: torch.device, ranks: in
             packed_bytes=packed_bytes,
             stays_packed=ggml is not None,
             copies_bytes=copies_bytes,
+            kv_cache_dtype=parts.kv.dtype,
             token_bytes=parts.kv.token_bytes,
             state_bytes=0 if parts.state is None else parts.state.state_bytes,
             block_tokens=parts.kv.block_tokens,

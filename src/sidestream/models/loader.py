@@ -20,7 +20,7 @@ from transformers import AutoConfig, DeepseekV3Config, GenerationConfig, PreTrai
 from transformers.utils import logging as transformers_logging
 
 from sidestream.checkpoint_files import CONFIG, read_json
-from sidestream.config import default_block_tokens
+from sidestream.config import KV_CACHE_DTYPES, default_block_tokens
 from sidestream.errors import ConfigError, ModelError, ProcessFailed
 from sidestream.models.adapter import PagedModel
 from sidestream.models.checkpoint_tensors import StoredTensor, unused_names
@@ -42,7 +42,7 @@ from sidestream.models.packed import KeptPacked, gguf_of, kept_packed, packing
 from sidestream.models.precision import Precision, choose_precision
 from sidestream.models.recurrent import unbind_time_steps
 from sidestream.models.rope import fix_dynamic_rope, fix_longrope
-from sidestream.models.self_check import check_paged, reference
+from sidestream.models.self_check import Reference, attention_error, check_paged, reference
 from sidestream.models.shard import ShardCheck, check_same, check_units, rank_fingerprint, retie, shard, share_of
 from sidestream.models.text_part import find_base_model, text_config, text_module, whole_class
 from sidestream.models.weights import (
@@ -58,13 +58,18 @@ from sidestream_kv.config import unknown_name
 from sidestream_kv.device.group import Group
 from sidestream_kv.device.kinds import CPU, on_gpu, on_host
 from sidestream_kv.device.thread_limits import refused_threads_named
-from sidestream_kv.kv.layout import DTYPE_BYTES
+from sidestream_kv.kv.layout import DTYPE_BYTES, FP8, KVLayout
 
 logger = logging.getLogger(__name__)
 
 _CPU = torch.device(CPU)
 # Kinds that only code in their own repositories defines, and whose definition is that of another kind.
 _SAME_AS = {"kimi_k2": DeepseekV3Config}
+_FP8_GPU = (8, 9)  # smallest compute capability for which Triton compiles conversions of float8
+_KV_ERROR = (
+    "model %s: keys and values lie in %s; in the self-check, the attention of a layer differs by %.2g %% from exact "
+    "attention, and by %.2g %% with KV in %s"
+)
 # While transformers builds a model, it replaces functions and defaults of torch. If two threads built models at once,
 # one thread could get the dtype of the other, or report tied weights as missing.
 _ONE_BUILDS = threading.Lock()
@@ -74,6 +79,7 @@ def load_model(
     path_or_hub_id: str,
     *,
     dtype: str = "auto",
+    kv_cache_dtype: str = "auto",
     block_tokens: int | None,
     device: torch.device = _CPU,
     max_model_len: int | None = None,
@@ -85,6 +91,7 @@ def load_model(
 
     dtype           `"auto"`: the checkpoint's dtype, or float32 on a CPU that computes much faster in float32
                     (`models/precision.py`)
+    kv_cache_dtype  see `EngineConfig.kv_cache_dtype`. The self-check runs without, and then the error is measured
     block_tokens    tokens of a block; None: the default for this model and device (`config.default_block_tokens`)
     max_model_len   tokens of the longest request; None: the model's limit. With LongRoPE and dynamic scaling, this
                     number selects the frequencies, and so affects the KV and the fingerprint
@@ -107,7 +114,8 @@ def load_model(
         text = check_servable(config)
         ranks = 1 if group is None else group.size
         with _ONE_BUILDS:
-            _parts_of_rank(text, dtype="float32", block_tokens=block_tokens, device=device, ranks=ranks)
+            early, _ = _parts_of_rank(text, dtype="float32", block_tokens=block_tokens, device=device, ranks=ranks)
+            _in_cache_dtype(early.kv, kv_cache_dtype, device)
             stored = check_files(directory, getattr(config, "quantization_config", None))
             precision = _precision(directory, config, dtype, device)
             logger.info("model %s: %s", name, precision)
@@ -144,7 +152,37 @@ def load_model(
         model.layout = replace(model.layout, windows=expected.windows)
         pack_linears(module)
         check_paged(model, expected)
+        if kv_cache_dtype != "auto":
+            _keep_kv_in(kv_cache_dtype, model, expected)
     return model
+
+
+def _keep_kv_in(kv_cache_dtype: str, model: PagedModel, expected: Reference) -> None:
+    """Change the form of the model's KV, and log the error of attention before and after."""
+    exact, layout = attention_error(model, expected), _in_cache_dtype(model.layout, kv_cache_dtype, model.module.device)
+    model.layout = layout
+    error = attention_error(model, expected)
+    logger.info(_KV_ERROR, model.name, layout.dtype, 100 * error, 100 * exact, layout.compute_dtype)
+
+
+def _in_cache_dtype(layout: KVLayout, kv_cache_dtype: str, device: torch.device) -> KVLayout:
+    """The layout, with keys and values in the given form: see `EngineConfig.kv_cache_dtype`. Raises ConfigError."""
+    if kv_cache_dtype == "auto":
+        return layout
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise ConfigError(unknown_name("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES))
+    refused = f"kv_cache_dtype is {kv_cache_dtype}, but"
+    if layout.latent_dim:
+        raise ConfigError(
+            f"{refused} its attention keeps latents, of which every head makes its keys and values: only keys and "
+            "values may have 8 bits; leave kv_cache_dtype out"
+        )
+    if on_gpu(device) and torch.cuda.is_available() and (found := torch.cuda.get_device_capability(device)) < _FP8_GPU:
+        raise ConfigError(
+            f"{refused} this GPU has the compute capability {found[0]}.{found[1]}, and only from "
+            f"{_FP8_GPU[0]}.{_FP8_GPU[1]} on (Ada, Hopper) do GPUs convert float8: leave kv_cache_dtype out"
+        )
+    return replace(layout, dtype=FP8, read_as=layout.dtype)
 
 
 def _fix_ropes(module: Any, text: PreTrainedConfig, max_model_len: int | None) -> str:
@@ -229,11 +267,17 @@ def kv_token_bytes(path_or_hub_id: str, *, dtype: str = "auto", device: torch.de
 
 
 def cache_parts(
-    path_or_hub_id: str, *, dtype: str = "auto", block_tokens: int | None, device: torch.device = _CPU, ranks: int = 1
+    path_or_hub_id: str,
+    *,
+    dtype: str = "auto",
+    kv_cache_dtype: str = "auto",
+    block_tokens: int | None,
+    device: torch.device = _CPU,
+    ranks: int = 1,
 ) -> ModelParts:
     """The layouts of a model's KV and recurrent states, in the dtype that `load_model` would choose; reads no weights.
 
-    block_tokens   as in `load_model`
+    kv_cache_dtype, block_tokens   as in `load_model`
     ranks          number of ranks of tensor parallelism: with more than one, the layouts are those of each rank
 
     Raises ModelError, also for a model that the ranks cannot divide.
@@ -243,7 +287,8 @@ def cache_parts(
         directory, config, text = _servable_config(path_or_hub_id)
         chosen = _precision(directory, config, dtype, device).dtype
         with _ONE_BUILDS:
-            return _parts_of_rank(text, dtype=chosen, block_tokens=block_tokens, device=device, ranks=ranks)[0]
+            parts, _ = _parts_of_rank(text, dtype=chosen, block_tokens=block_tokens, device=device, ranks=ranks)
+        return replace(parts, kv=_in_cache_dtype(parts.kv, kv_cache_dtype, device))
 
 
 def default_block_tokens_of(path_or_hub_id: str, *, device: torch.device = _CPU) -> int:

@@ -130,6 +130,23 @@ def check_paged(model: PagedModel, expected: Reference) -> None:
     _judge(model, "the logits", logits - expected.logits, expected.logits - expected.logits.mean(-1, keepdim=True))
 
 
+@torch.inference_mode()
+def attention_error(model: PagedModel, expected: Reference) -> float:
+    """The largest error of a layer's paged attention over the check's tokens, when the layers before compute exactly:
+    root mean square of the difference, divided by the root mean square of the output.
+    """
+    with _narrow_windows(model.module):
+        attended, _, _ = _replay(model, expected)
+    pairs = zip(attended, expected.attended, strict=True)
+    return max(
+        (
+            float((paged.float() - own).square().mean().sqrt() / own.float().square().mean().sqrt())
+            for paged, own in pairs
+        ),
+        default=0.0,
+    )
+
+
 def _judge(model: PagedModel, what: str, difference: torch.Tensor, spread: torch.Tensor) -> None:
     """Raise ModelError when the relative error of the median token exceeds the bound in any stage. The relative error
     is the root mean square of the token's `difference`, divided by the root mean square of the `spread` of all tokens.
@@ -398,7 +415,7 @@ def _attention(model: PagedModel) -> AttentionBackend:
         heads=model.num_heads,
         kv_heads=layout.num_kv_heads,
         head_dim=layout.head_dim,
-        dtype=getattr(torch, layout.dtype),
+        dtype=getattr(torch, layout.compute_dtype),
         device=device,
         query_tokens=1,
         latent_dim=layout.latent_dim,

@@ -428,10 +428,10 @@ class Executor:
         self._gate_stream: Stream | None = None
         self._uploads = Uploads.of(device, num_regions=MAX_STEPS)
         self._layout = layout = model.layout if windows is None else windows.blocks
-        dtype, page_blocks = getattr(torch, layout.dtype), 0 if windows is None else windows.parts
+        page_blocks = 0 if windows is None else windows.parts
         num_blocks = memory.num_bytes // layout.block_bytes if states is None else states.num_blocks
         scratch = num_blocks - 1 if proposer is not None and proposer.hidden_size else None
-        self._kv = memory.data[: num_blocks * layout.block_bytes].view(dtype).view(layout.shape(num_blocks))
+        self._kv = _pool_of(memory, layout, num_blocks)
         self._state_pool = _make_state_pool(device, memory, states, layout.block_tokens, num_slots + 1, max_drafts)
         tokens = attention.max_kv_tokens
         self._table_width = num_blocks if tokens is None else min(num_blocks, tokens // layout.block_tokens)
@@ -445,7 +445,7 @@ class Executor:
             max_len=0 if proposer is None else max_len,
             max_drafts=0 if proposer is None else max_drafts,
             hidden_size=0 if proposer is None else proposer.hidden_size,
-            dtype=dtype,
+            dtype=getattr(torch, layout.compute_dtype),
         )
         self._tracing = StepTracing(
             self._stream,
@@ -653,6 +653,12 @@ class Executor:
         graphs, self._graphs, self._work.graphs = self._graphs, None, None
         if graphs is not None:
             graphs.delete()
+
+
+def _pool_of(memory: Memory, layout: KVLayout, num_blocks: int) -> torch.Tensor:
+    """The block pool, at the start of `memory`."""
+    pool = memory.data[: num_blocks * layout.block_bytes].view(getattr(torch, layout.dtype))
+    return pool.view(layout.shape(num_blocks))
 
 
 def _make_state_pool(

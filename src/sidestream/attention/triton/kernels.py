@@ -29,6 +29,16 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _CHUNK = tl.constexpr(16)
+_MOST_FP8 = tl.constexpr(448.0)  # the largest number of float8_e4m3fn
+
+
+@triton.jit
+def _stored(values, pool):
+    """Keys or values in the pool's dtype. Numbers beyond float8's largest become that one; NaN stays."""
+    if pool.dtype.element_ty == tl.float8e4nv:
+        wide = values.to(tl.float32)
+        values = tl.clamp(wide, -_MOST_FP8, _MOST_FP8, propagate_nan=tl.PropagateNan.ALL)
+    return values.to(pool.dtype.element_ty)
 
 
 @triton.jit(
@@ -72,11 +82,11 @@ def write(
         head, dim = lane // HEAD_DIM, lane % HEAD_DIM
         mask = lane < KV_HEADS * HEAD_DIM
         keys = tl.load(key + token * key_token_stride + head * key_head_stride + dim, mask=mask)
-        tl.store(base + head * head_stride + dim, keys, mask=mask)
+        tl.store(base + head * head_stride + dim, _stored(keys, pool), mask=mask)
         head, dim = lane // VALUE_DIM, lane % VALUE_DIM
         mask = lane < KV_HEADS * VALUE_DIM
         values = tl.load(value + token * value_token_stride + head * value_head_stride + dim, mask=mask)
-        tl.store(base + half_stride + head * head_stride + dim, values, mask=mask)
+        tl.store(base + half_stride + head * head_stride + dim, _stored(values, pool), mask=mask)
     if token >= tl.load(cu_seqlens_q + num_rows):
         for begin in range(0, OUT_WIDTH, WIDTH):
             zeros = tl.zeros([WIDTH], out.dtype.element_ty)
@@ -187,13 +197,13 @@ def rotate_and_write(
         if part == GROUP:
             heads = key + (token * key_token_stride + head * key_head_stride)[:, None] + dims[None, :]
             low, high = _rotated(heads, cosines, sines, key_norm, eps, dims, mask, NORMED, HALF)
-            tl.store(places, low.to(pool.dtype.element_ty), mask=written)
-            tl.store(places + HALF, high.to(pool.dtype.element_ty), mask=written)
+            tl.store(places, _stored(_rounded(low, value), pool), mask=written)
+            tl.store(places + HALF, _stored(_rounded(high, value), pool), mask=written)
         else:
             heads = value + (token * value_token_stride + head * value_head_stride)[:, None] + dims[None, :]
             first, second = tl.load(heads, mask=mask), tl.load(heads + HALF, mask=mask)
-            tl.store(places + half_stride, first, mask=written)
-            tl.store(places + half_stride + HALF, second, mask=written)
+            tl.store(places + half_stride, _stored(first, pool), mask=written)
+            tl.store(places + half_stride + HALF, _stored(second, pool), mask=written)
 
 
 @triton.jit
@@ -407,7 +417,7 @@ def _attend_kv_tiles(
             lines = blocks * block_stride + (tile + offsets) % BLOCK_TOKENS * offset_stride
         blocks = _blocks(table, tile + BLOCK_N, low_key, high_key, BLOCK_N, BLOCK_TOKENS)
         in_range = (tile + offsets >= low_key) & (tile + offsets < high_key)
-        k = _load(keys, lines, dims, in_range, MASKED, HEAD_DIM, PADDED_DIM)
+        k = _load(keys, lines, dims, in_range, MASKED, HEAD_DIM, PADDED_DIM).to(query.dtype)
         scores = tl.dot(query, tl.trans(k), input_precision="ieee")
         if ROTATED_DIM > 0:
             r = _load(values, lines, tl.arange(0, PADDED_ROTATED), in_range, MASKED, ROTATED_DIM, PADDED_ROTATED)
@@ -427,7 +437,7 @@ def _attend_kv_tiles(
         max_score, weight_sum, acc, weights = _softmax_weights(scores, max_score, weight_sum, acc, exponent)
         v = k
         if ROTATED_DIM == 0:
-            v = _load(values, lines, dims, in_range, MASKED, HEAD_DIM, PADDED_DIM)
+            v = _load(values, lines, dims, in_range, MASKED, HEAD_DIM, PADDED_DIM).to(query.dtype)
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
     return max_score, weight_sum, acc
 

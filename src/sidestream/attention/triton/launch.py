@@ -32,6 +32,7 @@ from sidestream_kv.device.kinds import on_gpu
 from sidestream_kv.kv.layout import AttentionChunk
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_FP8 = torch.float8_e4m3fn
 _MAX_HEAD_DIM, _MAX_LATENT_DIM = 256, 512
 # Query heads of one program over latents: as many as a tile has lines. The sums of more do not fit its registers.
 _LATENT_GROUP = 64
@@ -89,11 +90,11 @@ def paged_attention(
 ) -> torch.Tensor:
     """Write keys and values into the pool, then attend; returns `[T, heads, head_dim]`, dense, with zeros for padding.
 
-    query [T, heads, head_dim] · key, value [T, kv_heads, head_dim], in the pool's dtype, last dimension dense. heads is
-    a multiple of kv_heads; query head h reads kv head h // (heads / kv_heads). A query at position p sees positions `(p
-    - sliding_window, p]`. For the other options, see `Attended.attend`. scale is positive. Enqueues two to eight
-    kernels on the current stream and reads nothing back, so a CUDA graph may capture the call. Sums are float32;
-    float32 inputs are multiplied in float32, never in TF32.
+    query [T, heads, head_dim] · key, value [T, kv_heads, head_dim], last dimension dense, in the pool's dtype unless
+    that is float8. heads is a multiple of kv_heads; query head h reads kv head h // (heads / kv_heads). A query at
+    position p sees positions `(p - sliding_window, p]`. For the other options, see `Attended.attend`. scale is
+    positive. Enqueues two to eight kernels on the current stream and reads nothing back, so a CUDA graph may capture
+    the call. Sums are float32; float32 inputs are multiplied in float32, never in TF32.
 
     The exact bits of a query token's result depend on: the query, its position, its row's KV, the options and tiles,
     whether FlashAttention-3 computes its row (if installed: by T and the KV of earlier rows), and whether its row is
@@ -390,11 +391,12 @@ def _check(
         )
     if len(batch.slot_mapping) != tokens:
         raise InvariantError(f"{tokens} query tokens, {len(batch.slot_mapping)} slots: the numbers must be equal")
-    if query.dtype not in _DTYPES or not query.dtype == key.dtype == value.dtype == pool.dtype:
+    if query.dtype not in _DTYPES or not query.dtype == key.dtype == value.dtype:
         raise InvariantError(
-            f"query {query.dtype}, key {key.dtype}, value {value.dtype}, pool {pool.dtype}: "
-            f"one dtype of {_DTYPES} expected"
+            f"query {query.dtype}, key {key.dtype}, value {value.dtype}: one dtype of {_DTYPES} expected"
         )
+    if pool.dtype not in (query.dtype, _FP8) or (pool.dtype == _FP8 and vectors == 1):
+        raise InvariantError(f"the pool holds {pool.dtype}: {query.dtype} expected, or for keys and values {_FP8}")
     if not query.stride(2) == key.stride(2) == value.stride(2) == 1:
         raise InvariantError("the last dimension of query, key and value must be dense")
     if not scale > 0:

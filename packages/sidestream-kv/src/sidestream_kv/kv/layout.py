@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+FP8 = "float8_e4m3fn"
+"""A dtype in which KV may lie, but which nothing computes in."""
+_KV_BYTES = DTYPE_BYTES | {FP8: 1}
 
 
 class AttentionChunk(int):
@@ -71,12 +74,14 @@ class KVLayout:
     """Shape of one model's KV blocks.
 
     block_tokens   tokens in a block
-    dtype          `"float32"`, `"float16"` or `"bfloat16"`
+    dtype          `"float32"`, `"float16"` or `"bfloat16"`; or `FP8`, with `read_as`
     windows        for each layer from the first on, the number of tokens of its sliding window, or its
                    `AttentionChunk`; 0, and layers after the last entry: the layer attends to all tokens. No property of
                    the bytes, so not part of `describe`
     latent_dim     0: a token has a key and a value in each layer. Otherwise it has one vector, which all query heads
                    share: `latent_dim` elements of a latent, which is key and value, then the rotated part of the key
+    read_as        the dtype in which attention computes with the KV; empty: `dtype`. Not part of `describe`,
+                   because the model's fingerprint depends on it
     """
 
     num_layers: int
@@ -86,6 +91,17 @@ class KVLayout:
     dtype: str
     windows: tuple[int, ...] = ()
     latent_dim: int = 0
+    read_as: str = ""
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype in which attention computes with the KV."""
+        return self.read_as or self.dtype
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of one element of a key or value."""
+        return _KV_BYTES[self.dtype]
 
     @property
     def vectors(self) -> int:
@@ -116,7 +132,7 @@ class KVLayout:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's KV, all layers."""
-        return self.num_layers * self.vectors * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.num_layers * self.vectors * self.num_kv_heads * self.head_dim * self.value_bytes
 
     @property
     def block_bytes(self) -> int:
