@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,13 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import GptOssConfig, NemotronHConfig, Qwen3MoeConfig
-from transformers.integrations.moe import grouped_mm_experts_forward
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from proof.tiny_models import tiny_model_dir
 from sidestream.models import experts as models
-from sidestream.models.compiled import _MERGE_PRODUCTS
+from sidestream.models import load_model
+from sidestream.models.compiled import _MERGE_PRODUCTS, compile_layers
 
 pytest.importorskip(
     "triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra"
@@ -131,6 +134,14 @@ def test_compiled_code_finds_few_largest_scores_by_one_kernel(
     _MERGE_PRODUCTS(graph)
     assert (found.target is torch.ops.sidestream.largest_of_rows.default) == replaced
     assert len(found.args) == (2 if replaced else 1 + len(arguments))
+
+
+def test_compiled_layers_use_these_experts(tmp_path: Path) -> None:
+    model = load_model(str(tiny_model_dir("qwen3_moe", tmp_path / "model", 0)), block_tokens=4, dtype="float32")
+    found = [part for part in model.module.modules() if isinstance(part, Qwen3MoeExperts)]
+    compile_layers(model, backend="eager")
+    assert found
+    assert {ALL_EXPERTS_FUNCTIONS[part.config._experts_implementation] for part in found} == {models.experts_forward}
 
 
 @pytest.mark.gpu

@@ -23,11 +23,12 @@ from transformers import AttentionInterface
 
 from sidestream.models import adapter
 from sidestream.models.adapter import PagedModel
-from sidestream.models.experts import EXPERTS, MOST_LARGEST, MOST_SCORES
+from sidestream.models.experts import EXPERTS
 from sidestream.models.joined import join_adapted, join_projections
 from sidestream.models.lora import AdaptedLinear
 from sidestream.models.mtp import MtpHead
 from sidestream.models.rotary import rotate_in_attention
+from sidestream.ops.experts import MOST_LARGEST, MOST_SCORES
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ def compile_layers(model: PagedModel | MtpHead, *, backend: str | Callable[..., 
     rotate_in_attention(_module(model), model.served if isinstance(model, MtpHead) else model.module)
     AttentionInterface.register(_OUTSIDE, torch.compiler.disable(adapter.paged_attention_hook))  # type: ignore[no-untyped-call]
     _module(model).config._attn_implementation = _OUTSIDE
-    _use_experts(model, EXPERTS)
+    _use_own_experts(model)
     options: Any = {"joint_custom_pre_pass": _MERGE_PRODUCTS} if backend == "inductor" else None
     how = {"dynamic": True, "backend": backend, "options": options}
     rotary = None if isinstance(model, MtpHead) else getattr(model.module.base_model, "rotary_emb", None)
@@ -102,11 +103,11 @@ def decompile(model: PagedModel | MtpHead) -> None:
     _module(model).config._attn_implementation = adapter.PAGED
 
 
-def _use_experts(model: PagedModel | MtpHead, implementation: str) -> None:
-    """Let all modules of experts for which transformers has several implementations use this one."""
+def _use_own_experts(model: PagedModel | MtpHead) -> None:
+    """Let all modules of experts for which transformers has several implementations use `experts_forward`."""
     for part in _module(model).modules():
         if hasattr(part, "_apply_gate") and hasattr(part, "is_transposed"):
-            part.config._experts_implementation = implementation
+            part.config._experts_implementation = EXPERTS
 
 
 def _compiled(
@@ -247,7 +248,8 @@ def _replace_topk(node: torch.fx.Node) -> None:
     meta = scores.meta["val"]  # type: ignore[union-attr]
     last, largest = (*others, -1, True)[:2] if others else (-1, True)
     if (
-        meta.is_cuda
+        not node.kwargs
+        and meta.is_cuda
         and meta.is_floating_point()
         and last in (-1, meta.dim() - 1)
         and largest is True

@@ -10,10 +10,7 @@ from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from sidestream.ops import experts as ops
-from sidestream.ops.experts import MOST_LARGEST, MOST_SCORES
 from sidestream_kv.device.kinds import on_gpu
-
-__all__ = ["EXPERTS", "MOST_LARGEST", "MOST_SCORES", "experts_forward"]
 
 EXPERTS = "sidestream"
 """Name under which transformers finds `experts_forward`."""
