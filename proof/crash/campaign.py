@@ -34,6 +34,7 @@ KILLS_OF_A_ROUND = 20
 """After so many kills, all engines are killed, and every block is compared. Every second round damages files."""
 
 _MOST_FINDINGS = 20
+_DAMAGES_AT_REST = 4  # of blocks, which no engine overwrites before they are compared
 _PR_SET_PDEATHSIG = 1
 
 
@@ -45,7 +46,7 @@ class CrashReport:
     findings    number of findings by kind
     texts       the first findings
     damaged     files and values that were damaged
-    refused     engines that refused a damaged directory by name
+    refused     processes that refused a damaged directory by name
     answers     requests that were answered right
     tokens      prompt tokens of these that came from each tier
     verified    blocks that were compared with what their keys stand for
@@ -197,8 +198,12 @@ class _Campaign:
         while self._engines:
             self._kill_engine(self._engines[0])
         if self._damages:
+            for _ in range(_DAMAGES_AT_REST):
+                self._report.damaged += damage_files(self._place.disk, self._rng, "segment-*")
+        while self._damages:
+            refused = self._report.refused
             self._examine(alone=True)  # which deletes what is damaged
-        self._damages = False
+            self._damages = self._report.refused > refused  # a witness of a new directory sees the store
         self._examine(alone=True)
         self._damages = self._report.kills.total() // KILLS_OF_A_ROUND % 2 == 1
         if self._damages:

@@ -12,9 +12,11 @@ _PAGE, _SLOT = 4096, 2 * 4096
 _FIELDS, _BLOCK = 60, 192  # bytes of a header's fields, and of a block behind the header's page
 
 
-def damage_files(directory: Path, rng: random.Random) -> bool:
-    """Damage a file of the directory, up to three times, or lose the directory. Returns whether there was one."""
-    files = sorted(file for file in directory.glob("*") if file.is_file())
+def damage_files(directory: Path, rng: random.Random, pattern: str = "*") -> bool:
+    """Damage a file of the directory with such a name, up to three times, or lose the directory. Returns whether there
+    was one.
+    """
+    files = sorted(file for file in directory.glob(pattern) if file.is_file())
     if not files:
         return False
     try:

@@ -4,7 +4,7 @@ A program reports lines of text: a word, and what it says.
 
     started                     an engine accepts requests
     answers TIER=TOKENS …       a request was answered; prompt tokens that came from each tier
-    refused TEXT                an engine refuses to start, by name, as it should with a damaged description
+    refused TEXT                a process refuses to start, by name, as it should with a damaged description
     verified NUMBER             blocks that a witness has compared
     finding KIND TEXT           something is wrong; KIND is one of FINDINGS
 """
@@ -171,7 +171,11 @@ def examine(place: Place, seed: int, report: Report, *, alone: bool) -> None:
     offload, device = place.config(model).offload, CpuDevice(compute_threads=1)
     assert offload is not None
     context = TierContext(model.layout, model.fingerprint)
-    stack = _when_served(lambda: TierStack.open(offload, device, context))
+    try:
+        stack = _when_served(lambda: TierStack.open(offload, device, context))
+    except ConfigError as error:
+        report(f"refused {error}")
+        return
     verified = _examine_memory(place, stack, report, alone=alone)
     for name, tier in stack.persistent.items():
         verified += _examine_tier(place, name, tier, report)
