@@ -113,12 +113,6 @@ class TierKeys:
             slowest = found
         return slowest
 
-    def sources(self, keys: Sequence[Key]) -> list[str | None]:
-        """`source` of each key."""
-        if self.all_in_host_memory(keys):  # the usual case, and much faster
-            return [HOST] * len(keys)
-        return [self.source(key) for key in keys]
-
     def outside_host_memory(self, keys: Sequence[Key]) -> set[Key]:
         """Those of the keys whose blocks any rank does not have in host memory."""
         asked = set(keys)

@@ -86,8 +86,8 @@ class Group:
         return range(first // self.block_tokens, max(first, stop) // self.block_tokens)
 
 
-_Found = tuple[int, int, int]
-"""A block to store: its group, its index in its request, and its device block."""
+_Found = tuple[Key, int, int, int]
+"""A block to store: its key, its device block, its group, and its index in its request."""
 
 
 @dataclass(slots=True, eq=False)
@@ -123,10 +123,6 @@ class _State:
             keys, tail = self.keys[at], bytes([at])
             lasts = hashes[(len(keys) + 1) * group.hashes - 1 :: group.hashes]
             keys += [last[:_HASH_BYTES] + tail for last in lasts]  # rule: key-has-the-group
-
-    def found(self, at: int, blocks: range) -> list[_Found]:
-        """These blocks of a group."""
-        return [(at, block, self.block_ids[at][block]) for block in blocks]
 
     def needed(self, groups: Sequence[Group], first: int, stop: int) -> list[list[Key]]:
         """The keys that a hit from token `first` to token `stop` must load, by group."""
@@ -390,7 +386,10 @@ class Planner:
             stop = gap // boundary * boundary
         needed = Counter[str]()
         for keys in state.needed(self._groups, computed, stop):
-            needed.update(source for source in self._keys.sources(keys) if source is not None)
+            if self._keys.all_in_host_memory(keys):  # the usual case, and much faster
+                needed[HOST] += len(keys)
+            else:
+                needed.update(source for source in map(self._keys.source, keys) if source is not None)
         return stop, needed
 
     # ------------------------------------------------------------------ stores
@@ -453,7 +452,12 @@ class Planner:
             while first < complete:
                 # A step without room looks at one block.
                 stop = min(complete, first + max(1, room - len(found)))
-                stored = self._not_held(state, state.found(at, range(first, stop)))
+                ids, wanted = state.block_ids[at], self._not_held(state.keys[at][first:stop])
+                stored = [
+                    (key, ids[block], at, block)
+                    for block, key in enumerate(state.keys[at][first:stop] if wanted else (), first)
+                    if ids[block] and key in wanted
+                ]
                 if stored and len(found) >= room:
                     self.counts.stores_put_off += 1
                     state.seen[at] = first  # rule: store-without-room-is-tried-again
@@ -470,22 +474,21 @@ class Planner:
         for at, block_id, num_tokens in handed:
             blocks, rest = divmod(num_tokens, self._groups[at].block_tokens)
             if blocks <= len(state.keys[at]) and not rest:  # rule: state-is-stored-with-its-own-tokens
-                found.append((at, blocks - 1, block_id))
-        self._order_store(state, self._not_held(state, found), ())
+                key = state.keys[at][blocks - 1]
+                if block_id and self._not_held([key]):
+                    found.append((key, block_id, at, blocks - 1))
+        self._order_store(state, found, ())
 
-    def _not_held(self, state: _State, blocks: Sequence[_Found]) -> list[_Found]:
-        """Those of the blocks that are not empty, and that host memory neither holds nor gets."""
-        keys = [state.keys[at][block] for at, block, _ in blocks]
-        wanted = self._keys.outside_host_memory(keys) - self._holds.storing
-        return [found for found, key in zip(blocks, keys, strict=True) if found[2] and key in wanted]
+    def _not_held(self, keys: Sequence[Key]) -> set[Key]:
+        """The keys whose blocks host memory neither holds nor gets."""
+        return self._keys.outside_host_memory(keys) - self._holds.storing
 
     def _order_store(self, state: _State, found: Sequence[_Found], prefix: tuple[Key, ...]) -> None:
         if not found or state.stale:  # rule: blocks-from-before-a-reset-are-not-stored
             return
-        keys = tuple(state.keys[at][block] for at, block, _ in found)
-        ids = tuple(block_id for _, _, block_id in found)
+        keys, ids, *_ = zip(*found, strict=True)
         if self._events is not None:
-            for key, (at, block, _) in zip(keys, found, strict=True):
+            for key, _, at, block in found:
                 last_hash = (block + 1) * self._groups[at].hashes - 1
                 self._events.ordered(key, at, state.request.block_hashes[last_hash])
         # rule: store-holds-its-device-blocks
