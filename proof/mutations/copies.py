@@ -16,375 +16,215 @@ from proof.mutations.operators import (
     Value,
 )
 from proof.mutations.reasons import COUNT, GIVES_UP, LOOKS, MESSAGE, QUEUE
-from proof.mutations.tables import Change, Equivalent, Exempt, Mutation
+from proof.mutations.tables import Change, Exempt, Fault
 
 MUTATIONS = (
     # ------------------------------------------------------------------ release of device blocks
-    Mutation(
-        name="release-waits-for-the-last-submitted-transfer",
-        hazard="H10",
-        change=SetArgument("SettledFence", 0, "self._last_job - 1"),
-        consequence="a release does not wait for the transfer that was submitted last",
-        needs=frozenset({"offload"}),
+    Fault("H10", "a release does not wait for the transfer that was submitted last").without(
+        "release-waits-for-the-last-submitted-transfer",
+        SetArgument("SettledFence", 0, "self._last_job - 1"),
+        needs={"offload"},
     ),
-    Mutation(
-        name="deferred-store-holds-its-blocks",
-        hazard="H2",
-        change=DropArgument("release", "until"),
-        consequence="blocks of a delayed store may be reused before the copy has read them",
-        needs=frozenset({"offload", "growing_tier"}),
+    Fault("H2", "blocks of a delayed store may be reused before the copy has read them").without(
+        "deferred-store-holds-its-blocks", DropArgument("release", "until"), needs={"offload", "growing_tier"}
     ),
-    Mutation(
-        name="deferred-store-leases-its-blocks",
-        hazard="H2",
-        change=SetArgument("share", 0, "[]"),
-        consequence="blocks of a delayed store are not leased for it",
-        needs=frozenset({"offload", "growing_tier"}),
+    Fault("H2", "blocks of a delayed store are not leased for it").without(
+        "deferred-store-leases-its-blocks", SetArgument("share", 0, "[]"), needs={"offload", "growing_tier"}
     ),
-    Mutation(
-        name="host-tier-uses-only-pinned-memory",
-        hazard="H5",
-        change=SetArgument("grow", 0, "self._host.memory.num_bytes"),
-        consequence="copies use host memory that is not pinned yet",
-        needs=frozenset({"offload", "growing_tier"}),
+    Fault("H5", "copies use host memory that is not pinned yet").without(
+        "host-tier-uses-only-pinned-memory",
+        SetArgument("grow", 0, "self._host.memory.num_bytes"),
+        needs={"offload", "growing_tier"},
     ),
-    Mutation(
-        name="settled-fence-is-done-with-its-job",
-        hazard="H2",
-        change=Value("self.settled.read() >= self.tick - 1"),
-        consequence="a release waits for all of its transfers except the last one",
-        needs=frozenset({"offload"}),
+    Fault("H2", "a release waits for all of its transfers except the last one").without(
+        "settled-fence-is-done-with-its-job", Value("self.settled.read() >= self.tick - 1"), needs={"offload"}
     ),
-    Mutation(
-        name="only-settled-jobs-count-as-settled",
-        hazard="H2",
-        change=Value("self._last"),
-        consequence="transfers count as ended once their commands were received",
-        needs=frozenset({"offload"}),
+    Fault("H2", "transfers count as ended once their commands were received").without(
+        "only-settled-jobs-count-as-settled", Value("self._last"), needs={"offload"}
     ),
-    Mutation(
-        name="received-job-is-unsettled",
-        hazard="H2",
-        change=Value("(job_id for job_id, plan in plans if isinstance(plan, LoadPlan))"),
-        consequence="stores count as ended once their commands were received",
-        needs=frozenset({"offload"}),
-        also=(Change("job-settles-once", PopInstead()),),
+    Fault("H2", "stores count as ended once their commands were received").without(
+        "received-job-is-unsettled",
+        Value("(job_id for job_id, plan in plans if isinstance(plan, LoadPlan))"),
+        Change("job-settles-once", PopInstead()),
+        needs={"offload"},
     ),
-    Mutation(
-        name="settled-blocks-are-released",
-        hazard="H22",
-        consequence="blocks that a transfer used when their request ended are never released",
-        needs=frozenset({"offload"}),
+    Fault("H22", "blocks that a transfer used when their request ended are never released").without(
+        "settled-blocks-are-released", needs={"offload"}
     ),
-    Mutation(
-        name="store-settles-after-its-last-piece-began",
-        hazard="H2",
+    Fault("H2", "a store counts as ended between two pieces").without(
+        "store-settles-after-its-last-piece-began",
+        DropOperand("begun"),
+        Change("job-settles-once", PopInstead()),
         at="store-is-settled",
-        change=DropOperand("begun"),
-        consequence="a store counts as ended between two pieces",
-        needs=frozenset({"offload", "layer_groups", "states"}),  # several pieces, and blocks soon used again
-        also=(Change("job-settles-once", PopInstead()),),
+        needs={"offload", "layer_groups", "states"},  # several pieces, and blocks soon used again
     ),
-    Mutation(
-        name="store-settles-after-its-pieces-ended",
-        hazard="H2",
+    Fault("H2", "a store counts as ended although some of its pieces still run").without(
+        "store-settles-after-its-pieces-ended",
+        DropOperand("pieces"),
+        Change("job-settles-once", PopInstead()),
         at="store-is-settled",
-        change=DropOperand("pieces"),
-        consequence="a store counts as ended although some of its pieces still run",
-        needs=frozenset({"offload"}),
-        also=(Change("job-settles-once", PopInstead()),),
+        needs={"offload"},
     ),
-    Mutation(
-        name="load-settles-after-its-pieces-ended",
-        hazard="H10",
-        at="load-is-settled",
-        change=Value("self.failure is not None or self.ended == len(self.copies) and self.all_begun"),
-        consequence="a load with a failed piece counts as ended while other pieces still run",
-        needs=frozenset({"failing_copy", "offload"}),
-        also=(
-            Change(
-                "load-settles-once",
-                Rewrite(".settled", ".settled or job.job_id not in self._context.unsettled._unsettled"),
-            ),
+    Fault("H10", "a load with a failed piece counts as ended while other pieces still run").without(
+        "load-settles-after-its-pieces-ended",
+        Value("self.failure is not None or self.ended == len(self.copies) and self.all_begun"),
+        Change(
+            "load-settles-once",
+            Rewrite(".settled", ".settled or job.job_id not in self._context.unsettled._unsettled"),
         ),
+        at="load-is-settled",
+        needs={"failing_copy", "offload"},
     ),
     # ------------------------------------------------------------------ copies
-    Mutation(
-        name="store-waits-for-step",
-        hazard="H1",
+    Fault(
+        "H1", "a store reads blocks that the step is still writing; the commit's wait for the same step is removed too"
+    ).without(
+        "store-waits-for-step",
+        SetArgument("Copy", "after", "slots.after"),
+        Change("commit-waits-for-its-step", Delete()),
+        Change("mailbox-is-read-after-its-step", Delete()),
         at="store-waits",
-        change=SetArgument("Copy", "after", "slots.after"),
-        consequence="a store reads blocks that the step is still writing; the commit's wait for the same step is "
-        "removed too",
-        needs=frozenset({"offload"}),
-        also=(
-            Change("commit-waits-for-its-step", Delete()),
-            Change("mailbox-is-read-after-its-step", Delete()),
-        ),
+        needs={"offload"},
     ),
-    Mutation(
-        name="load-waits-for-the-last-use",
-        hazard="H3",
-        change=SetArgument("Copy", "after", "()"),
-        consequence="a load writes into blocks that a step or a store still uses",
-        needs=frozenset({"offload"}),
+    Fault("H3", "a load writes into blocks that a step or a store still uses").without(
+        "load-waits-for-the-last-use", SetArgument("Copy", "after", "()"), needs={"offload"}
     ),
-    Mutation(
-        name="copy-drops-only-finished-fences",
-        hazard="H3",
-        change=DropOperand("poll"),
-        consequence="a copy counts as ready although the fences that it must wait for are not done",
-        needs=frozenset({"offload"}),
+    Fault("H3", "a copy counts as ready although the fences that it must wait for are not done").without(
+        "copy-drops-only-finished-fences", DropOperand("poll"), needs={"offload"}
     ),
-    Mutation(
-        name="store-copies-every-layer",
-        hazard="H15",
-        change=SetArgument("range", 0, "layout.num_layers - 1"),
-        consequence="a block in the host tier lacks its last layer",
-        needs=frozenset({"offload"}),
+    Fault("H15", "a block in the host tier lacks its last layer").without(
+        "store-copies-every-layer", SetArgument("range", 0, "layout.num_layers - 1"), needs={"offload"}
     ),
-    Mutation(
-        name="load-copies-every-layer",
-        hazard="H15",
-        change=Value("range(layer, max(layer + 1, min(layer + step, layout.num_layers - 1)))"),
-        consequence="a load of several layers at once omits the last one",
-        needs=frozenset({"offload"}),
+    Fault("H15", "a load of several layers at once omits the last one").without(
+        "load-copies-every-layer",
+        Value("range(layer, max(layer + 1, min(layer + step, layout.num_layers - 1)))"),
+        needs={"offload"},
     ),
-    Mutation(
-        name="last-group-of-layers-is-loaded",
-        hazard="H15",
+    Fault("H15", "a load omits the last group of layers if it has fewer layers than the others").without(
+        "last-group-of-layers-is-loaded",
+        Value("range(layer, layer + step if layer + step <= layout.num_layers else layer)"),
         at="load-copies-every-layer",
-        change=Value("range(layer, layer + step if layer + step <= layout.num_layers else layer)"),
-        consequence="a load omits the last group of layers if it has fewer layers than the others",
-        needs=frozenset({"offload", "layer_groups"}),
+        needs={"offload", "layer_groups"},
     ),
-    Mutation(
-        name="copy-has-all-its-slices",
-        hazard="H15",
-        change=Always(),
-        consequence="a copy of many segments omits some of them",
-        needs=frozenset({"offload"}),
+    Fault("H15", "a copy of many segments omits some of them").without(
+        "copy-has-all-its-slices", Always(), needs={"offload"}
     ),
-    Mutation(
-        name="slice-counts-after-its-fence",
-        hazard="H7",
-        change=DropOperand("poll"),
-        consequence="a copy counts as done while it still runs: its key is findable, its slots are free",
-        needs=frozenset({"offload"}),
+    Fault("H7", "a copy counts as done while it still runs: its key is findable, its slots are free").without(
+        "slice-counts-after-its-fence", DropOperand("poll"), needs={"offload"}
     ),
-    Mutation(
-        name="copy-is-done-after-its-last-slice",
-        hazard="H7",
-        at="copy-is-done",
-        change=DropOperand("_in_flight"),
-        consequence="a copy counts as done once all of it was submitted to the device",
-        needs=frozenset({"offload"}),
+    Fault("H7", "a copy counts as done once all of it was submitted to the device").without(
+        "copy-is-done-after-its-last-slice", DropOperand("_in_flight"), at="copy-is-done", needs={"offload"}
     ),
-    Mutation(
-        name="copy-is-done-after-all-was-submitted",
-        hazard="H15",
-        at="copy-is-done",
-        change=DropOperand("submitted"),
-        consequence="a copy counts as done when its first slices are done",
-        needs=frozenset({"offload"}),
+    Fault("H15", "a copy counts as done when its first slices are done").without(
+        "copy-is-done-after-all-was-submitted", DropOperand("submitted"), at="copy-is-done", needs={"offload"}
     ),
-    Mutation(
-        name="copy-fails-with-any-of-its-slices",
-        hazard="H15",
-        change=DropOperand(0),
-        consequence="a copy counts as successful although only its last slice succeeded",
-        needs=frozenset({"failing_copy", "offload"}),
+    Fault("H15", "a copy counts as successful although only its last slice succeeded").without(
+        "copy-fails-with-any-of-its-slices", DropOperand(0), needs={"failing_copy", "offload"}
     ),
-    Mutation(
-        name="copy-is-submitted-after-its-fences",
-        hazard="H3",
-        change=Always(),
-        consequence="a copy is submitted to the device before the fences that it must wait for are done",
-        needs=frozenset({"offload"}),
+    Fault("H3", "a copy is submitted to the device before the fences that it must wait for are done").without(
+        "copy-is-submitted-after-its-fences", Always(), needs={"offload"}
     ),
-    Mutation(
-        name="failed-copy-ends",
-        hazard="H9",
-        change=DropOperand("failure"),
-        consequence="a copy never ends if a slice failed before the last one was submitted",
-        needs=frozenset({"failing_copy", "offload"}),
+    Fault("H9", "a copy never ends if a slice failed before the last one was submitted").without(
+        "failed-copy-ends", DropOperand("failure"), needs={"failing_copy", "offload"}
     ),
-    Mutation(
-        name="failed-copy-submits-no-more-slices",
-        hazard="H9",
-        consequence="the rest of a failed copy is copied, and the copy ends twice",
-        needs=frozenset({"failing_copy", "offload"}),
+    Fault("H9", "the rest of a failed copy is copied, and the copy ends twice").without(
+        "failed-copy-submits-no-more-slices", needs={"failing_copy", "offload"}
     ),
-    Mutation(
-        name="load-holds-its-slots",
-        hazard="H6",
-        change=Rewrite(
+    Fault("H6", "a slot of the host tier is reused while a load still reads it").without(
+        "load-holds-its-slots",
+        Rewrite(
             "self._host.pool.lease(plan.keys)",
             "(lambda held: (held.pool._release(held.ids, ()), held)[1])(self._host.pool.lease(plan.keys))",
         ),
-        consequence="a slot of the host tier is reused while a load still reads it",
-        needs=frozenset({"offload"}),
+        needs={"offload"},
     ),
-    Mutation(
-        name="slot-of-a-reused-block-is-released",
-        hazard="H22",
-        consequence="a block that is written to the disk because it was reused is never evicted from the host tier",
-        needs=frozenset({"disk"}),
+    Fault(
+        "H22", "a block that is written to the disk because it was reused is never evicted from the host tier"
+    ).without("slot-of-a-reused-block-is-released", needs={"disk"}),
+    Fault("H22", "slots are never released after a load").without("load-releases-its-slots", needs={"offload"}),
+    Fault("H22", "slots of the host tier are never released").without("store-releases-its-slots", needs={"offload"}),
+    Fault("H9", "a failed store leaves a key for wrong bytes").without(
+        "failed-store-leaves-no-entry", DropOperand(0), at="store-is-published", needs={"failing_copy", "offload"}
     ),
-    Mutation(
-        name="load-releases-its-slots",
-        hazard="H22",
-        consequence="slots are never released after a load",
-        needs=frozenset({"offload"}),
-    ),
-    Mutation(
-        name="store-releases-its-slots",
-        hazard="H22",
-        consequence="slots of the host tier are never released",
-        needs=frozenset({"offload"}),
-    ),
-    Mutation(
-        name="failed-store-leaves-no-entry",
-        hazard="H9",
+    Fault("H8", "a running store republishes a key that a reset dropped").without(
+        "store-from-before-a-reset-publishes-nothing",
+        DropOperand("generation"),
         at="store-is-published",
-        change=DropOperand(0),
-        consequence="a failed store leaves a key for wrong bytes",
-        needs=frozenset({"failing_copy", "offload"}),
+        needs={"offload", "reset"},
     ),
-    Mutation(
-        name="store-from-before-a-reset-publishes-nothing",
-        hazard="H8",
-        at="store-is-published",
-        change=DropOperand("generation"),
-        consequence="a running store republishes a key that a reset dropped",
-        needs=frozenset({"offload", "reset"}),
-    ),
-    Mutation(
-        name="ended-store-is-settled",
-        hazard="H22",
-        consequence="blocks are never released after a store",
-        needs=frozenset({"offload"}),
-    ),
-    Mutation(
-        name="skipped-store-is-settled",
-        hazard="H22",
-        consequence="blocks whose store was skipped are never released",
-        needs=frozenset({"offload"}),
+    Fault("H22", "blocks are never released after a store").without("ended-store-is-settled", needs={"offload"}),
+    Fault("H22", "blocks whose store was skipped are never released").without(
+        "skipped-store-is-settled", needs={"offload"}
     ),
     # ------------------------------------------------------------------ close
-    Mutation(
-        name="last-submitted-transfers-are-dropped-at-close",
-        hazard="H22",
-        change=Become("if self._switches.abandoned:\n    self._drop()\nself._take_commands()"),
-        consequence="transfers submitted just before the close never release their blocks",
-        needs=frozenset({"close", "offload"}),
-        also=(Change("transfers-are-dropped", Delete()),),
+    Fault("H22", "transfers submitted just before the close never release their blocks").without(
+        "last-submitted-transfers-are-dropped-at-close",
+        Become("if self._switches.abandoned:\n    self._drop()\nself._take_commands()"),
+        Change("transfers-are-dropped", Delete()),
+        needs={"close", "offload"},
     ),
-    Mutation(
-        name="dropped-store-is-settled",
-        hazard="H22",
-        consequence="blocks of stores that a close dropped are never released",
-        needs=frozenset({"close", "offload"}),
+    Fault("H22", "blocks of stores that a close dropped are never released").without(
+        "dropped-store-is-settled", needs={"close", "offload"}
     ),
-    Mutation(
-        name="failure-of-the-offload-worker-is-reported",
-        hazard="H26",
-        consequence="requests wait forever for transfers of an offload worker that has failed",
-        needs=frozenset({"device_loss", "offload"}),
+    Fault("H26", "requests wait forever for transfers of an offload worker that has failed").without(
+        "failure-of-the-offload-worker-is-reported", needs={"device_loss", "offload"}
     ),
 )
 
 _LATER = "copies are submitted in another order, but each with all its waits"
 
 EQUIVALENT = (
-    Equivalent(
-        Mutation(
-            name="buffer-belongs-to-one-store",
-            hazard="H3",
-            change=DropOperand("_busy"),
-            consequence="a store writes the buffer with whose bytes another store is compared",
-            needs=frozenset({"offload"}),
-        ),
+    Fault("H3", "a store writes the buffer with whose bytes another store is compared")
+    .without("buffer-belongs-to-one-store", DropOperand("_busy"), needs={"offload"})
+    .unreached(
         "workloads store KV as it is",
-        noticed_by="offload/test_eight_bit.py::test_blocks_are_found_when_packed_and_read_when_unpacked",
-        unreached=True,
+        "offload/test_eight_bit.py::test_blocks_are_found_when_packed_and_read_when_unpacked",
     ),
-    Equivalent(
-        Mutation(
-            name="missed-load-releases-its-slots",
-            hazard="H22",
-            consequence="the blocks of a load that misses one of them are never released",
-            needs=frozenset({"offload"}),
-        ),
+    Fault("H22", "the blocks of a load that misses one of them are never released")
+    .without("missed-load-releases-its-slots", needs={"offload"})
+    .unseen(
         "a load that misses a block in a schedule misses its first one, so it holds no slot yet",
-        noticed_by="offload/test_loads.py::test_a_load_that_misses_its_last_block_holds_no_slot",
+        "offload/test_loads.py::test_a_load_that_misses_its_last_block_holds_no_slot",
     ),
-    Equivalent(
-        Mutation(
-            name="invalidated-blocks-leave-the-host-tier",
-            hazard="H9",
-            consequence="blocks stored by a request with wrong KV are found in host memory",
-            needs=frozenset({"bad_logits"}),
-        ),
+    Fault("H9", "blocks stored by a request with wrong KV are found in host memory")
+    .without("invalidated-blocks-leave-the-host-tier", needs={"bad_logits"})
+    .unreached(
         "the injected fault changes only logits: the KV of earlier chunks is right, so its reuse cannot be detected",
-        noticed_by="offload/test_disk_transfers.py::test_forget_removes_only_its_keys_in_tiers_and_in_flight",
-        unreached=True,
+        "offload/test_disk_transfers.py::test_forget_removes_only_its_keys_in_tiers_and_in_flight",
     ),
-    Equivalent(
-        Mutation(
-            name="store-waits-on-its-stream",
-            hazard="H1",
-            at="store-waits",
-            change=SetArgument("Copy", "after", "slots.after"),
-            consequence="the store's stream does not wait for the step that filled the blocks",
-            needs=frozenset({"offload"}),
-        ),
+    Fault("H1", "the store's stream does not wait for the step that filled the blocks")
+    .without(
+        "store-waits-on-its-stream", SetArgument("Copy", "after", "slots.after"), at="store-waits", needs={"offload"}
+    )
+    .unseen(
         "the commit that plans a store has seen the step end; see store-waits-for-step",
-        noticed_by="offload/test_disk_transfers.py::test_stored_blocks_are_written_to_disk_and_read_back_byte_for_byte",
+        "offload/test_disk_transfers.py::test_stored_blocks_are_written_to_disk_and_read_back_byte_for_byte",
     ),
-    Equivalent(
-        Mutation(
-            name="store-waits-for-the-last-use-of-its-slots",
-            hazard="H2",
-            at="store-waits",
-            change=SetArgument("Copy", "after", "plan.after"),
-            consequence="the store's stream does not wait for the last use of the slots that it writes",
-            needs=frozenset({"offload"}),
-        ),
+    Fault("H2", "the store's stream does not wait for the last use of the slots that it writes")
+    .without(
+        "store-waits-for-the-last-use-of-its-slots",
+        SetArgument("Copy", "after", "plan.after"),
+        at="store-waits",
+        needs={"offload"},
+    )
+    .unseen(
         "a slot is released only after the host has seen its last use end",
-        noticed_by="offload/test_store_and_load.py::test_a_store_waits_for_the_last_use_of_its_host_slots",
+        "offload/test_store_and_load.py::test_a_store_waits_for_the_last_use_of_its_host_slots",
     ),
-    Equivalent(
-        Mutation(
-            name="block-is-stored-once",
-            hazard="H11",
-            change=DropOperand("get"),
-            consequence="blocks that the host tier already has are stored again",
-            needs=frozenset({"offload"}),
-        ),
+    Fault("H11", "blocks that the host tier already has are stored again")
+    .without("block-is-stored-once", DropOperand("get"), needs={"offload"})
+    .unseen(
         "the second copy gets no key, and its slot is free when it is done: only time is lost",
-        noticed_by="offload/test_store_and_load.py::test_blocks_with_a_finished_or_running_store_are_not_copied_again",
+        "offload/test_store_and_load.py::test_blocks_with_a_finished_or_running_store_are_not_copied_again",
     ),
-    Equivalent(
-        Mutation(
-            name="urgent-copies-go-first",
-            hazard="H26",
-            change=Value("reversed(self._queues)"),
-            consequence="a copy for which no request waits delays a copy for which a request waits",
-            needs=frozenset({"offload"}),
-        ),
-        _LATER,
-        noticed_by="offload/test_pacing.py::test_a_begun_urgent_copy_runs_before_a_copy_that_began_earlier",
-    ),
-    Equivalent(
-        Mutation(
-            name="slice-waits-for-the-one-before",
-            hazard="H7",
-            consequence="slices of one lane run side by side, and end in another order than the lane polls them",
-            needs=frozenset({"offload"}),
-        ),
+    Fault("H26", "a copy for which no request waits delays a copy for which a request waits")
+    .without("urgent-copies-go-first", Value("reversed(self._queues)"), needs={"offload"})
+    .unseen(_LATER, "offload/test_pacing.py::test_a_begun_urgent_copy_runs_before_a_copy_that_began_earlier"),
+    Fault("H7", "slices of one lane run side by side, and end in another order than the lane polls them")
+    .without("slice-waits-for-the-one-before", needs={"offload"})
+    .unseen(
         "each slice is polled before its copy counts as done; a layer's fences are on one stream",
-        noticed_by="offload/test_pacing.py::test_slices_alternate_streams_and_wait_for_the_slice_before",
+        "offload/test_pacing.py::test_slices_alternate_streams_and_wait_for_the_slice_before",
     ),
 )
 

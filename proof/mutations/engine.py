@@ -20,395 +20,213 @@ from proof.mutations.operators import (
     Value,
 )
 from proof.mutations.reasons import PINS
-from proof.mutations.tables import Change, Equivalent, Exempt, Mutation
+from proof.mutations.tables import Change, Exempt, Fault
 
 MUTATIONS = (
-    Mutation(
-        name="committed-tokens-advance-the-grammar",
-        hazard="H12",
-        change=Value("0"),
-        consequence="the masks of an answer are those of an earlier token",
-        needs=frozenset({"grammar"}),
+    Fault("H12", "the masks of an answer are those of an earlier token").without(
+        "committed-tokens-advance-the-grammar", Value("0"), needs={"grammar"}
     ),
-    Mutation(
-        name="complete-answer-ends",
-        hazard="H12",
-        change=Never(),
-        consequence="an answer goes on behind the end of its grammar",
-        needs=frozenset({"grammar"}),
+    Fault("H12", "an answer goes on behind the end of its grammar").without(
+        "complete-answer-ends", Never(), needs={"grammar"}
     ),
-    Mutation(
-        name="removals-are-not-merged-over-a-store",
-        hazard="H32",
-        change=Become(
+    Fault("H32", "a router takes a block that was evicted and stored again for evicted").without(
+        "removals-are-not-merged-over-a-store",
+        Become(
             "for at, event in enumerate(events):\n"
             "    if isinstance(event, BlockRemoved) and event.medium == medium:\n"
             "        hashes = events.pop(at).block_hashes + hashes\n"
             "        break"
         ),
-        consequence="a router takes a block that was evicted and stored again for evicted",
-        needs=frozenset({"offload"}),
+        needs={"offload"},
     ),
-    Mutation(
-        name="store-is-submitted-before-its-blocks-are-released",
-        hazard="H23",
-        change=MoveAfter("ended-requests-end"),
-        consequence="a finished request releases its blocks before their store is submitted",
-        needs=frozenset({"offload"}),
+    Fault("H23", "a finished request releases its blocks before their store is submitted").without(
+        "store-is-submitted-before-its-blocks-are-released", MoveAfter("ended-requests-end"), needs={"offload"}
     ),
-    Mutation(
-        name="completed-blocks-are-published-before-their-requests-end",
-        hazard="H23",
-        change=Value("None"),
-        consequence="blocks become findable after their request has released them",
-        also=(Change("ended-requests-end", Append("parts.scheduler.publish(committed)")),),
+    Fault("H23", "blocks become findable after their request has released them").without(
+        "completed-blocks-are-published-before-their-requests-end",
+        Value("None"),
+        Change("ended-requests-end", Append("parts.scheduler.publish(committed)")),
     ),
-    Mutation(
-        name="launched-step-is-recorded",
-        hazard="H16",
-        consequence="finished requests release resources without the fence of the step that still uses them",
+    Fault("H16", "finished requests release resources without the fence of the step that still uses them").without(
+        "launched-step-is-recorded"
     ),
-    Mutation(
-        name="commit-waits-for-its-step",
-        hazard="H12",
-        consequence="the host uses results of a step that the device has not run",
-        also=(Change("mailbox-is-read-after-its-step", Delete()),),
+    Fault("H12", "the host uses results of a step that the device has not run").without(
+        "commit-waits-for-its-step", Delete(), Change("mailbox-is-read-after-its-step", Delete())
     ),
-    Mutation(
-        name="failed-loads-are-looked-up-at-the-commit",
-        hazard="H9",
-        consequence="a client receives a token of a step whose load has failed, because the offload worker is late",
-        needs=frozenset({"failing_load", "offload"}),
+    Fault(
+        "H9", "a client receives a token of a step whose load has failed, because the offload worker is late"
+    ).without("failed-loads-are-looked-up-at-the-commit", needs={"failing_load", "offload"}),
+    Fault(
+        "H12", "any message ends the wait for a step, and the host uses results that the device has not computed"
+    ).without(
+        "bell-does-not-end-the-wait-for-a-step",
+        Once(),
+        Change("mailbox-is-read-after-its-step", Delete()),
+        needs={"offload"},
     ),
-    Mutation(
-        name="bell-does-not-end-the-wait-for-a-step",
-        hazard="H12",
-        change=Once(),
-        consequence="any message ends the wait for a step, and the host uses results that the device has not computed",
-        needs=frozenset({"offload"}),
-        also=(Change("mailbox-is-read-after-its-step", Delete()),),
+    Fault("H26", "a request that arrived during the wait for a step waits for a load that was never submitted").without(
+        "loads-planned-during-a-wait-are-submitted", Unwrap("submit"), needs={"offload", "meanwhile"}
     ),
-    Mutation(
-        name="loads-planned-during-a-wait-are-submitted",
-        hazard="H26",
-        change=Unwrap("submit"),
-        consequence="a request that arrived during the wait for a step waits for a load that was never submitted",
-        needs=frozenset({"offload", "meanwhile"}),
+    Fault("H9", "a failed step's tokens in the mailbox go to clients, and its blocks become findable").without(
+        "results-of-a-failed-step-are-discarded", needs={"failing_step"}
     ),
-    Mutation(
-        name="results-of-a-failed-step-are-discarded",
-        hazard="H9",
-        consequence="a failed step's tokens in the mailbox go to clients, and its blocks become findable",
-        needs=frozenset({"failing_step"}),
+    Fault("H22", "requests of a failed step keep their blocks, and their clients receive nothing more").without(
+        "failed-step-ends-its-requests", needs={"failing_step"}
     ),
-    Mutation(
-        name="failed-step-ends-its-requests",
-        hazard="H22",
-        consequence="requests of a failed step keep their blocks, and their clients receive nothing more",
-        needs=frozenset({"failing_step"}),
+    Fault("H9", "a request continues after logits that are NaN").without(
+        "non-finite-logits-end-their-request", DropOperand("finite"), needs={"bad_logits"}
     ),
-    Mutation(
-        name="non-finite-logits-end-their-request",
-        hazard="H9",
-        change=DropOperand("finite"),
-        consequence="a request continues after logits that are NaN",
-        needs=frozenset({"bad_logits"}),
+    Fault("H24", "a client receives its request's end while the request's blocks are still in use").without(
+        "request-ends-before-its-client-is-notified", Swap()
     ),
-    Mutation(
-        name="request-ends-before-its-client-is-notified",
-        hazard="H24",
-        change=Swap(),
-        consequence="a client receives its request's end while the request's blocks are still in use",
+    Fault("H24", "a client receives its request's abort while the request's blocks are still in use").without(
+        "aborted-request-ends-before-its-client-is-notified", Swap(), needs={"abort"}
     ),
-    Mutation(
-        name="aborted-request-ends-before-its-client-is-notified",
-        hazard="H24",
-        change=Swap(),
-        consequence="a client receives its request's abort while the request's blocks are still in use",
-        needs=frozenset({"abort"}),
+    Fault("H21", "a request continues after its client has left").without("aborted-request-ends", needs={"abort"}),
+    Fault("H8", "blocks on the device are found after a reset").without("reset-reaches-the-scheduler", needs={"reset"}),
+    Fault("H8", "blocks in the tiers are found after a reset").without(
+        "reset-reaches-the-tiers", needs={"offload", "reset"}
     ),
-    Mutation(
-        name="aborted-request-ends",
-        hazard="H21",
-        consequence="a request continues after its client has left",
-        needs=frozenset({"abort"}),
+    Fault("H8", "blocks from before a reset are found in a tier after the reset has ended").without(
+        "reset-ends-after-the-tiers", Never(), needs={"offload", "reset"}
     ),
-    Mutation(
-        name="reset-reaches-the-scheduler",
-        hazard="H8",
-        consequence="blocks on the device are found after a reset",
-        needs=frozenset({"reset"}),
+    Fault("H26", "a request waits forever for blocks that are in a tier").without(
+        "ready-load-joins-a-step", needs={"offload"}
     ),
-    Mutation(
-        name="reset-reaches-the-tiers",
-        hazard="H8",
-        consequence="blocks in the tiers are found after a reset",
-        needs=frozenset({"offload", "reset"}),
-    ),
-    Mutation(
-        name="reset-ends-after-the-tiers",
-        hazard="H8",
-        change=Never(),
-        consequence="blocks from before a reset are found in a tier after the reset has ended",
-        needs=frozenset({"offload", "reset"}),
-    ),
-    Mutation(
-        name="ready-load-joins-a-step",
-        hazard="H26",
-        consequence="a request waits forever for blocks that are in a tier",
-        needs=frozenset({"offload"}),
-    ),
-    Mutation(
-        name="new-weights-wait-for-running-requests",
-        hazard="H8",
-        change=DropOperand("num_begun"),
-        consequence="the weights change during a request, and its KV mixes old and new weights",
-        needs=frozenset({"weights"}),
-        also=(
-            Change(
-                "new-weights-wait-for-the-step-in-flight",
-                Value("previous is None or parts.scheduler.num_running <= 1"),
-            ),
+    Fault("H8", "the weights change during a request, and its KV mixes old and new weights").without(
+        "new-weights-wait-for-running-requests",
+        DropOperand("num_begun"),
+        Change(
+            "new-weights-wait-for-the-step-in-flight",
+            Value("previous is None or parts.scheduler.num_running <= 1"),
         ),
+        needs={"weights"},
     ),
-    Mutation(
-        name="new-requests-wait-for-new-weights",
-        hazard="H26",
-        consequence="requests that arrive while an update of the weights is pending start with the old weights",
-        needs=frozenset({"weights"}),
+    Fault("H26", "requests that arrive while an update of the weights is pending start with the old weights").without(
+        "new-requests-wait-for-new-weights", needs={"weights"}
     ),
-    Mutation(
-        name="new-weights-drop-the-keys-of-the-tiers",
-        hazard="H8",
-        consequence="running transfers publish blocks of the old weights",
-        needs=frozenset({"offload", "weights"}),
+    Fault("H8", "running transfers publish blocks of the old weights").without(
+        "new-weights-drop-the-keys-of-the-tiers", needs={"offload", "weights"}
     ),
-    Mutation(
-        name="new-weights-have-new-keys",
-        hazard="H14",
+    Fault("H14", "keys of new blocks do not include the new weights").without(
+        "new-weights-have-new-keys",
+        SetArgument("BlockKeys", "fingerprint", "''"),
         at="new-weights-replace-the-keys",
-        change=SetArgument("BlockKeys", "fingerprint", "''"),
-        consequence="keys of new blocks do not include the new weights",
-        needs=frozenset({"weights"}),
+        needs={"weights"},
     ),
-    Mutation(
-        name="new-weights-keep-the-salt",
-        hazard="H14",
+    Fault("H14", "after an update of the weights, engines with different salts find each other's blocks").without(
+        "new-weights-keep-the-salt",
+        DropArgument("BlockKeys", "salt"),
         at="new-weights-replace-the-keys",
-        change=DropArgument("BlockKeys", "salt"),
-        consequence="after an update of the weights, engines with different salts find each other's blocks",
-        needs=frozenset({"weights"}),
+        needs={"weights"},
     ),
-    Mutation(
-        name="new-weights-replace-the-keys",
-        hazard="H14",
-        consequence="requests find KV of the old weights under the old keys",
-        needs=frozenset({"weights"}),
+    Fault("H14", "requests find KV of the old weights under the old keys").without(
+        "new-weights-replace-the-keys", needs={"weights"}
     ),
-    Mutation(
-        name="new-weights-end-the-pause",
-        hazard="H26",
-        consequence="no request is admitted after an update of the weights",
-        needs=frozenset({"weights"}),
+    Fault("H26", "no request is admitted after an update of the weights").without(
+        "new-weights-end-the-pause", needs={"weights"}
     ),
-    Mutation(
-        name="keys-contain-the-served-model",
-        hazard="H14",
-        at="keys-of-the-served-model",
-        change=SetArgument("BlockKeys", "fingerprint", "''"),
-        consequence="engines of different models find each other's blocks",
+    Fault("H14", "engines of different models find each other's blocks").without(
+        "keys-contain-the-served-model", SetArgument("BlockKeys", "fingerprint", "''"), at="keys-of-the-served-model"
     ),
-    Mutation(
-        name="keys-contain-the-configured-salt",
-        hazard="H14",
-        at="keys-of-the-served-model",
-        change=DropArgument("BlockKeys", "salt"),
-        consequence="an engine with a salt finds blocks of engines with another salt",
+    Fault("H14", "an engine with a salt finds blocks of engines with another salt").without(
+        "keys-contain-the-configured-salt", DropArgument("BlockKeys", "salt"), at="keys-of-the-served-model"
     ),
-    Mutation(
-        name="keys-are-computed-with-the-requests-salt",
-        hazard="H14",
-        change=DropArgument("keys_of", "salt"),
-        consequence="requests with different cache salts find each other's blocks",
-        needs=frozenset({"cache_salts"}),
+    Fault("H14", "requests with different cache salts find each other's blocks").without(
+        "keys-are-computed-with-the-requests-salt", DropArgument("keys_of", "salt"), needs={"cache_salts"}
     ),
     # ------------------------------------------------------------------ close
-    Mutation(
-        name="last-step-is-committed-before-the-end",
-        hazard="H10",
-        change=Delete(2),
-        consequence="a step's resources are released while it still runs",
-        needs=frozenset({"close"}),
+    Fault("H10", "a step's resources are released while it still runs").without(
+        "last-step-is-committed-before-the-end", Delete(2), needs={"close"}
     ),
-    Mutation(
-        name="requests-end-with-the-engine",
-        hazard="H22",
-        consequence="a closed engine leaves its clients waiting, and their blocks in use",
-        needs=frozenset({"close"}),
+    Fault("H22", "a closed engine leaves its clients waiting, and their blocks in use").without(
+        "requests-end-with-the-engine", needs={"close"}
     ),
-    Mutation(
-        name="streams-end-before-the-disk-is-unlocked",
-        hazard="H10",
-        change=Swap(),
-        consequence="another engine may open a directory that this one still writes to",
-        needs=frozenset({"close", "disk"}),
+    Fault("H10", "another engine may open a directory that this one still writes to").without(
+        "streams-end-before-the-disk-is-unlocked", Swap(), needs={"close", "disk"}
     ),
-    Mutation(
-        name="loop-ends-before-the-transfers",
-        hazard="H10",
-        consequence="the streams end during a step that is never committed",
-        needs=frozenset({"close"}),
+    Fault("H10", "the streams end during a step that is never committed").without(
+        "loop-ends-before-the-transfers", needs={"close"}
     ),
-    Mutation(
-        name="error-of-the-last-step-ends-the-engine",
-        hazard="H22",
-        consequence="a close after a failed step waits forever for other ranks, or never ends its requests",
-        needs=frozenset({"close", "rank_loss"}),
+    Fault("H22", "a close after a failed step waits forever for other ranks, or never ends its requests").without(
+        "error-of-the-last-step-ends-the-engine", needs={"close", "rank_loss"}
     ),
-    Mutation(
-        name="close-survives-a-lost-device",
-        hazard="H26",
-        change=Become("raise"),
-        consequence="a close raises when the device is lost",
-        needs=frozenset({"close", "device_loss"}),
+    Fault("H26", "a close raises when the device is lost").without(
+        "close-survives-a-lost-device", Become("raise"), needs={"close", "device_loss"}
     ),
 )
 
 EQUIVALENT = (
-    Equivalent(
-        Mutation(
-            name="keys-contain-the-form-in-tiers",
-            hazard="H14",
-            at="keys-of-the-served-model",
-            change=Rewrite("tier_layout", "model.layout"),
-            consequence="an engine whose tiers are exact finds blocks that came back from 8 bits",
-        ),
+    Fault("H14", "an engine whose tiers are exact finds blocks that came back from 8 bits")
+    .without("keys-contain-the-form-in-tiers", Rewrite("tier_layout", "model.layout"), at="keys-of-the-served-model")
+    .unreached(
         "workloads store KV as it is",
-        noticed_by="engine/test_eight_bit_tiers.py::test_engines_with_and_without_8_bits_have_different_keys",
-        unreached=True,
+        "engine/test_eight_bit_tiers.py::test_engines_with_and_without_8_bits_have_different_keys",
     ),
-    Equivalent(
-        Mutation(
-            name="weights-that-were-not-taken-end-the-engine",
-            hazard="H8",
-            change=Never(),
-            consequence="answers of half-replaced weights are served",
-        ),
-        "no schedule reads a checkpoint",
-        noticed_by="engine/test_weights.py::test_weights_that_fail_on_the_device_end_the_engine",
-        unreached=True,
+    Fault("H8", "answers of half-replaced weights are served")
+    .without("weights-that-were-not-taken-end-the-engine", Never())
+    .unreached(
+        "no schedule reads a checkpoint", "engine/test_weights.py::test_weights_that_fail_on_the_device_end_the_engine"
     ),
-    Equivalent(
-        Mutation(
-            name="preempted-request-drops-log-probabilities-of-its-prompt",
-            hazard="H12",
-            consequence="a client gets log-probabilities of a prompt's first tokens twice",
-        ),
+    Fault("H12", "a client gets log-probabilities of a prompt's first tokens twice")
+    .without("preempted-request-drops-log-probabilities-of-its-prompt")
+    .unreached(
         "workloads ask for no log-probabilities of prompts",
-        noticed_by="test_prompt_logprobs.py::test_a_preempted_prompt_gives_each_log_probability_once",
-        unreached=True,
+        "test_prompt_logprobs.py::test_a_preempted_prompt_gives_each_log_probability_once",
     ),
-    Equivalent(
-        Mutation(
-            name="masks-of-drafts-wait-for-their-pass",
-            hazard="H17",
-            consequence="the masks of a step are made for the drafts of an earlier one",
-        ),
+    Fault("H17", "the masks of a step are made for the drafts of an earlier one")
+    .without("masks-of-drafts-wait-for-their-pass")
+    .unreached(
         "no schedule has drafts in answers with a grammar",
-        noticed_by="engine/test_structured.py::test_drafts_obey_the_grammar_and_are_still_accepted",
-        unreached=True,
+        "engine/test_structured.py::test_drafts_obey_the_grammar_and_are_still_accepted",
     ),
-    Equivalent(
-        Mutation(
-            name="answer-that-left-its-grammar-is-an-error",
-            hazard="H12",
-            change=Never(),
-            consequence="a client takes half an answer for a complete one",
-        ),
+    Fault("H12", "a client takes half an answer for a complete one")
+    .without("answer-that-left-its-grammar-is-an-error", Never())
+    .unreached(
         "no schedule has a grammar that reaches a limit",
-        noticed_by="engine/test_structured.py::test_a_grammar_that_fails_ends_its_answer_with_an_error_alone",
-        unreached=True,
+        "engine/test_structured.py::test_a_grammar_that_fails_ends_its_answer_with_an_error_alone",
     ),
-    Equivalent(
-        Mutation(
-            name="grammar-returns-from-its-drafts",
-            hazard="H12",
-            consequence="rejected drafts count as tokens of the answer",
-        ),
+    Fault("H12", "rejected drafts count as tokens of the answer")
+    .without("grammar-returns-from-its-drafts")
+    .unreached(
         "schedules have toy grammars, which keep no position while they fill masks",
-        noticed_by="grammar/test_token_grammar.py::test_masks_of_drafts_leave_the_position_as_it_was",
-        unreached=True,
+        "grammar/test_token_grammar.py::test_masks_of_drafts_leave_the_position_as_it_was",
     ),
-    Equivalent(
-        Mutation(
-            name="grammar-returns-from-its-look-ahead",
-            hazard="H12",
-            consequence="forced tokens that no step has drawn count as tokens of the answer",
-        ),
+    Fault("H12", "forced tokens that no step has drawn count as tokens of the answer")
+    .without("grammar-returns-from-its-look-ahead")
+    .unreached(
         "schedules have toy grammars, which keep no position while they look ahead",
-        noticed_by="grammar/test_token_grammar.py::test_the_only_continuation_is_forced_and_leaves_the_position_as_it_was",
-        unreached=True,
+        "grammar/test_token_grammar.py::test_the_only_continuation_is_forced_and_leaves_the_position_as_it_was",
     ),
-    Equivalent(
-        Mutation(
-            name="invalidated-keys-are-sent-to-the-tiers",
-            hazard="H9",
-            consequence="blocks of a request with wrong KV are found in host memory and on disk",
-            needs=frozenset({"bad_logits"}),
-        ),
+    Fault("H9", "blocks of a request with wrong KV are found in host memory and on disk")
+    .without("invalidated-keys-are-sent-to-the-tiers", needs={"bad_logits"})
+    .unreached(
         "the injected fault changes only logits: the KV of earlier chunks is right, so its reuse cannot be detected",
-        noticed_by="engine/test_failures.py::test_blocks_of_a_request_with_non_finite_logits_are_never_reused",
-        unreached=True,
+        "engine/test_failures.py::test_blocks_of_a_request_with_non_finite_logits_are_never_reused",
     ),
-    Equivalent(
-        Mutation(
-            name="failed-load-is-known-before-its-step-is-committed",
-            hazard="H9",
-            consequence="a client receives a token computed from blocks that a failed load left half filled",
-            needs=frozenset({"failing_copy", "offload"}),
-        ),
-        "the fences of the load report the same failure: see load-failure-is-known-with-its-step",
+    Fault("H9", "a client receives a token computed from blocks that a failed load left half filled")
+    .without("failed-load-is-known-before-its-step-is-committed", needs={"failing_copy", "offload"})
+    .unseen("the fences of the load report the same failure: see load-failure-is-known-with-its-step"),
+    Fault("H23", "a step waits for the loads of earlier steps and not for its own")
+    .without("loads-are-submitted-before-their-step-is-gated", Swap(), needs={"offload"})
+    .unseen(
+        "a request joins a step only when its load has all its fences, which takes one turn of the "
+        "offload worker, so loads of the current turn never gate the current step"
     ),
-    Equivalent(
-        Mutation(
-            name="loads-are-submitted-before-their-step-is-gated",
-            hazard="H23",
-            change=Swap(),
-            consequence="a step waits for the loads of earlier steps and not for its own",
-            needs=frozenset({"offload"}),
-        ),
-        "a request joins a step only when its load has all its fences, which takes one turn of the offload worker, so "
-        "loads of the current turn never gate the current step",
-    ),
-    Equivalent(
-        Mutation(
-            name="failed-step-ends-its-own-requests",
-            hazard="H10",
-            change=DropOperand("epoch"),
-            consequence="a failed step ends a request that was preempted after the launch and would be computed again",
-            needs=frozenset({"failing_step", "preempt"}),
-        ),
+    Fault("H10", "a failed step ends a request that was preempted after the launch and would be computed again")
+    .without("failed-step-ends-its-own-requests", DropOperand("epoch"), needs={"failing_step", "preempt"})
+    .unseen(
         "a request of a failed step may end with an error: an answer is missing, but no answer is wrong",
-        noticed_by="engine/test_failures.py::test_a_request_preempted_while_a_failing_step_ran_is_computed_again",
+        "engine/test_failures.py::test_a_request_preempted_while_a_failing_step_ran_is_computed_again",
     ),
-    Equivalent(
-        Mutation(
-            name="new-weights-are-taken-once",
-            hazard="H8",
-            consequence="the weights are replaced repeatedly",
-            needs=frozenset({"weights"}),
-        ),
-        "the weights are the same each time, so only blocks cached in between are lost",
-    ),
-    Equivalent(
-        Mutation(
-            name="transfers-end-before-their-streams",
-            hazard="H10",
-            consequence="streams end during running transfers",
-            needs=frozenset({"close", "disk"}),
-        ),
+    Fault("H8", "the weights are replaced repeatedly")
+    .without("new-weights-are-taken-once", needs={"weights"})
+    .unseen("the weights are the same each time, so only blocks cached in between are lost"),
+    Fault("H10", "streams end during running transfers")
+    .without("transfers-end-before-their-streams", needs={"close", "disk"})
+    .unseen(
         "blocks that were not stored are misses, and every oracle allows a miss",
-        noticed_by="engine/test_close.py::test_tokens_of_the_last_step_are_delivered_and_its_blocks_stored",
+        "engine/test_close.py::test_tokens_of_the_last_step_are_delivered_and_its_blocks_stored",
     ),
 )
 

@@ -13,94 +13,55 @@ from proof.mutations.operators import (
     Value,
 )
 from proof.mutations.reasons import COUNT, GIVES_UP, LOOKS, MESSAGE, QUEUE
-from proof.mutations.tables import Change, Equivalent, Exempt, Mutation
+from proof.mutations.tables import Change, Exempt, Fault
 
 MUTATIONS = (
-    Mutation(
-        name="load-is-whole-in-the-window",
-        hazard="H15",
-        change=Value("len(blocks)"),
-        consequence="a load leaves layers out of blocks to which these layers attend",
-        needs=frozenset({"offload", "window"}),
+    Fault("H15", "a load leaves layers out of blocks to which these layers attend").without(
+        "load-is-whole-in-the-window", Value("len(blocks)"), needs={"offload", "window"}
     ),
     # ------------------------------------------------------------------ reports of loads to the engine
-    Mutation(
-        name="load-is-ready-after-its-last-slice-was-submitted",
-        hazard="H5",
-        change=MoveAfter("submitted-copy-leaves-its-queue"),
-        consequence="a step joins a load that has no fences yet for its last layers",
-        needs=frozenset({"offload"}),
+    Fault("H5", "a step joins a load that has no fences yet for its last layers").without(
+        "load-is-ready-after-its-last-slice-was-submitted",
+        MoveAfter("submitted-copy-leaves-its-queue"),
+        needs={"offload"},
     ),
-    Mutation(
-        name="load-is-ready-after-its-last-piece-began",
-        hazard="H5",
-        at="load-is-submitted",
-        change=DropOperand("all_begun"),
-        consequence="a step joins a load before its last pieces were submitted",
-        needs=frozenset({"offload"}),
+    Fault("H5", "a step joins a load before its last pieces were submitted").without(
+        "load-is-ready-after-its-last-piece-began", DropOperand("all_begun"), at="load-is-submitted", needs={"offload"}
     ),
-    Mutation(
-        name="submitted-load-is-reported",
-        hazard="H26",
-        consequence="a request waits forever for a finished load",
-        needs=frozenset({"offload"}),
+    Fault("H26", "a request waits forever for a finished load").without(
+        "submitted-load-is-reported", needs={"offload"}
     ),
-    Mutation(
-        name="ready-load-becomes-an-event",
-        hazard="H26",
-        consequence="a request waits forever for a finished load",
-        needs=frozenset({"offload"}),
+    Fault("H26", "a request waits forever for a finished load").without(
+        "ready-load-becomes-an-event", needs={"offload"}
     ),
-    Mutation(
-        name="ended-load-is-settled",
-        hazard="H22",
-        consequence="blocks are never released after a load",
-        needs=frozenset({"offload"}),
+    Fault("H22", "blocks are never released after a load").without("ended-load-is-settled", needs={"offload"}),
+    Fault("H9", "a request never learns that its load failed").without(
+        "failed-load-is-reported", needs={"failing_copy", "offload"}
     ),
-    Mutation(
-        name="failed-load-is-reported",
-        hazard="H9",
-        consequence="a request never learns that its load failed",
-        needs=frozenset({"failing_copy", "offload"}),
-    ),
-    Mutation(
-        name="load-failure-is-known-with-its-step",
-        hazard="H9",
-        change=Never(),
-        consequence="results of a step with a failed load are used, because the offload worker has not reported the "
-        "failure yet",
-        needs=frozenset({"failing_load", "layer_groups", "offload"}),
-    ),
-    Mutation(
-        name="load-fails-with-any-of-its-slices",
-        hazard="H15",
-        change=Rewrite("self.submitted.fences", "self.submitted.groups[-1].fences"),
-        consequence="results of a step are used although only the last layers of its load succeeded",
-        needs=frozenset({"failing_load", "layer_groups", "offload"}),
+    Fault(
+        "H9",
+        "results of a step with a failed load are used, because the offload worker has not reported the failure yet",
+    ).without("load-failure-is-known-with-its-step", Never(), needs={"failing_load", "layer_groups", "offload"}),
+    Fault("H15", "results of a step are used although only the last layers of its load succeeded").without(
+        "load-fails-with-any-of-its-slices",
+        Rewrite("self.submitted.fences", "self.submitted.groups[-1].fences"),
+        needs={"failing_load", "layer_groups", "offload"},
     ),
     # ------------------------------------------------------------------ gates
-    Mutation(
-        name="step-waits-for-its-own-loads",
-        hazard="H5",
-        change=Append("if len(batch.rows) > 1:\n    return LayerGates()"),
-        consequence="a step of several rows does not wait for its loads",
-        needs=frozenset({"offload"}),
+    Fault("H5", "a step of several rows does not wait for its loads").without(
+        "step-waits-for-its-own-loads", Append("if len(batch.rows) > 1:\n    return LayerGates()"), needs={"offload"}
     ),
-    Mutation(
-        name="each-layer-waits-for-its-own-copy",
-        hazard="H5",
+    Fault("H5", "later layers are read as soon as the first ones are loaded").without(
+        "each-layer-waits-for-its-own-copy",
+        Rewrite("(group).fences", "(0).fences"),
         at="layer-gates",
-        change=Rewrite("(group).fences", "(0).fences"),
-        consequence="later layers are read as soon as the first ones are loaded",
-        needs=frozenset({"offload"}),
+        needs={"offload"},
     ),
-    Mutation(
-        name="layer-waits-for-its-last-slice",
-        hazard="H5",
+    Fault("H5", "a layer is read as soon as its first slice is loaded").without(
+        "layer-waits-for-its-last-slice",
+        Rewrite("(group).fences[-1]", "(group).fences[0]"),
         at="layer-gates",
-        change=Rewrite("(group).fences[-1]", "(group).fences[0]"),
-        consequence="a layer is read as soon as its first slice is loaded",
-        needs=frozenset({"offload"}),
+        needs={"offload"},
     ),
 )
 
@@ -110,267 +71,161 @@ _FOR_SPEED = "for speed: a step waits for its loads in any case"
 _GONE = "the fault needs an earlier store that evicts source blocks of a load between the load's plan and its execution"
 
 EQUIVALENT = (
-    Equivalent(
-        Mutation(
-            name="head-arrives-within-the-deadline",
-            hazard="H26",
-            change=Never(),
-            consequence="a request waits for more blocks than arrive within the deadline",
-            needs=frozenset({"slow_tier"}),
-        ),
+    Fault("H26", "a request waits for more blocks than arrive within the deadline")
+    .without("head-arrives-within-the-deadline", Never(), needs={"slow_tier"})
+    .unseen(
         "the wait ends at the deadline anyway, and the request computes what has not arrived: only time is lost",
-        noticed_by="offload/test_costs.py::test_a_load_longer_than_the_deadline_is_cut_where_the_deadline_ends",
+        "offload/test_costs.py::test_a_load_longer_than_the_deadline_is_cut_where_the_deadline_ends",
     ),
-    Equivalent(
-        Mutation(
-            name="layer-waits-for-all-pieces",
-            hazard="H5",
-            at="layer-gates",
-            change=DropOperand("before"),
-            consequence="blocks of a load are read before they are loaded, except those of its last piece",
-            needs=frozenset({"offload"}),
-        ),
+    Fault("H5", "blocks of a load are read before they are loaded, except those of its last piece")
+    .without("layer-waits-for-all-pieces", DropOperand("before"), at="layer-gates", needs={"offload"})
+    .unseen(
         "each slice waits for the one before it, so the last piece ends after all others: see "
         "slice-waits-for-the-one-before",
-        noticed_by="offload/test_load_gates.py::test_a_layer_waits_for_the_last_slice_of_earlier_pieces_and_of_its_group",
+        "offload/test_load_gates.py::test_a_layer_waits_for_the_last_slice_of_earlier_pieces_and_of_its_group",
     ),
-    Equivalent(
-        Mutation(
-            name="layer-waits-for-the-last-slice-of-each-piece",
-            hazard="H5",
-            at="layer-gates",
-            change=Rewrite("fences[-1] for", "fences[0] for"),
-            consequence="a piece of a load counts as loaded when its first slice is loaded",
-            needs=frozenset({"offload"}),
-        ),
+    Fault("H5", "a piece of a load counts as loaded when its first slice is loaded")
+    .without(
+        "layer-waits-for-the-last-slice-of-each-piece",
+        Rewrite("fences[-1] for", "fences[0] for"),
+        at="layer-gates",
+        needs={"offload"},
+    )
+    .unreached(
         "the fault needs a last piece that ends before another piece's last slice, which was submitted before it",
-        noticed_by="offload/test_load_gates.py::test_a_layer_waits_for_the_last_slice_of_earlier_pieces_and_of_its_group",
-        unreached=True,
+        "offload/test_load_gates.py::test_a_layer_waits_for_the_last_slice_of_earlier_pieces_and_of_its_group",
     ),
-    Equivalent(
-        Mutation(
-            name="missing-load-is-settled",
-            hazard="H22",
-            consequence="blocks are never released if the source of their load is gone",
-            needs=frozenset({"offload", "reset"}),
-        ),
-        _GONE,
-        noticed_by="offload/test_store_and_load.py::test_a_load_of_evicted_blocks_fails",
-        unreached=True,
-    ),
-    Equivalent(
-        Mutation(
-            name="missing-load-is-reported",
-            hazard="H26",
-            consequence="a request whose blocks were evicted before its load waits forever",
-            needs=frozenset({"offload", "reset"}),
-        ),
-        _GONE,
-        noticed_by="offload/test_store_and_load.py::test_a_load_of_evicted_blocks_fails",
-        unreached=True,
-    ),
-    Equivalent(
-        Mutation(
-            name="dropped-load-is-settled",
-            hazard="H22",
-            consequence="blocks and slots of loads that a close dropped are never released",
-            needs=frozenset({"close", "offload"}),
-        ),
+    Fault("H22", "blocks are never released if the source of their load is gone")
+    .without("missing-load-is-settled", needs={"offload", "reset"})
+    .unreached(_GONE, "offload/test_store_and_load.py::test_a_load_of_evicted_blocks_fails"),
+    Fault("H26", "a request whose blocks were evicted before its load waits forever")
+    .without("missing-load-is-reported", needs={"offload", "reset"})
+    .unreached(_GONE, "offload/test_store_and_load.py::test_a_load_of_evicted_blocks_fails"),
+    Fault("H22", "blocks and slots of loads that a close dropped are never released")
+    .without("dropped-load-is-settled", needs={"close", "offload"})
+    .unreached(
         "the fault needs a close in the turn in which the offload worker receives the load",
-        noticed_by="offload/test_worker.py::test_close_releases_a_load_of_which_no_piece_has_begun",
-        unreached=True,
+        "offload/test_worker.py::test_close_releases_a_load_of_which_no_piece_has_begun",
     ),
-    Equivalent(
-        Mutation(
-            name="dropped-load-settles-once",
-            hazard="H21",
-            change=Always(),
-            consequence="a failed load releases its slots a second time at the close",
-            needs=frozenset({"close", "failing_copy", "offload"}),
-        ),
-        "the fault needs a close in the turn in which the offload worker sees a piece fail, while other loads fill "
-        "its lane",
-        noticed_by="offload/test_worker.py::test_close_does_not_end_a_failed_load_a_second_time",
-        unreached=True,
+    Fault("H21", "a failed load releases its slots a second time at the close")
+    .without("dropped-load-settles-once", Always(), needs={"close", "failing_copy", "offload"})
+    .unreached(
+        "the fault needs a close in the turn in which the offload worker sees a piece fail, while "
+        "other loads fill its lane",
+        "offload/test_worker.py::test_close_does_not_end_a_failed_load_a_second_time",
     ),
-    Equivalent(
-        Mutation(
-            name="load-is-ready-after-all-pieces-were-submitted",
-            hazard="H5",
-            at="load-is-submitted",
-            change=DropOperand("submitted"),
-            consequence="a step joins a load that has no fences yet for some of its pieces",
-            needs=frozenset({"offload"}),
-        ),
-        "nothing ends between two polls of the simulated offload worker, so the pieces of a load are submitted in "
-        "order",
-        noticed_by="offload/test_pieces.py::test_a_load_is_ready_once_all_pieces_were_submitted_in_any_order",
-        unreached=True,
+    Fault("H5", "a step joins a load that has no fences yet for some of its pieces")
+    .without(
+        "load-is-ready-after-all-pieces-were-submitted",
+        DropOperand("submitted"),
+        at="load-is-submitted",
+        needs={"offload"},
+    )
+    .unreached(
+        "nothing ends between two polls of the simulated offload worker, so the pieces of a load are "
+        "submitted in order",
+        "offload/test_pieces.py::test_a_load_is_ready_once_all_pieces_were_submitted_in_any_order",
     ),
-    Equivalent(
-        Mutation(
-            name="step-waits-only-for-its-own-loads",
-            hazard="H5",
-            at="loads-of-a-step",
-            change=DropOperand(1),
-            consequence="a step waits for loads of requests that are not in it",
-            needs=frozenset({"offload"}),
-        ),
+    Fault("H5", "a step waits for loads of requests that are not in it")
+    .without("step-waits-only-for-its-own-loads", DropOperand(1), at="loads-of-a-step", needs={"offload"})
+    .unseen(
         "the step waits too long, but this cannot cause a deadlock",
-        noticed_by="offload/test_store_and_load.py::test_each_layer_of_a_step_waits_for_the_loads_of_its_own_requests_only",
+        "offload/test_store_and_load.py::test_each_layer_of_a_step_waits_for_the_loads_of_its_own_requests_only",
     ),
-    Equivalent(
-        Mutation(
-            name="load-without-fences-gates-no-step",
-            hazard="H5",
-            at="loads-of-a-step",
-            change=DropOperand("submitted"),
-            consequence="a step asks for fences that a load does not have yet",
-            needs=frozenset({"offload"}),
-        ),
+    Fault("H5", "a step asks for fences that a load does not have yet")
+    .without("load-without-fences-gates-no-step", DropOperand("submitted"), at="loads-of-a-step", needs={"offload"})
+    .unseen(
         "a request joins a step when its load has all its fences: see load-has-its-fences-before-its-first-step",
-        noticed_by="offload/test_loads.py::test_a_load_that_is_not_ready_has_no_fences_for_a_step",
+        "offload/test_loads.py::test_a_load_that_is_not_ready_has_no_fences_for_a_step",
     ),
-    Equivalent(
-        Mutation(
-            name="settled-is-read-before-the-events",
-            hazard="H9",
-            change=MoveAfter("transfer-events-are-taken"),
-            consequence="a load's record is deleted before its last message arrives",
-            needs=frozenset({"offload"}),
-        ),
+    Fault("H9", "a load's record is deleted before its last message arrives")
+    .without("settled-is-read-before-the-events", MoveAfter("transfer-events-are-taken"), needs={"offload"})
+    .unreached(
         "the simulated offload worker takes no turn while the engine polls",
-        noticed_by="offload/test_loads.py::test_a_load_that_ends_during_a_poll_is_reported_by_the_next_poll",
-        unreached=True,
+        "offload/test_loads.py::test_a_load_that_ends_during_a_poll_is_reported_by_the_next_poll",
     ),
-    Equivalent(
-        Mutation(
-            name="failed-load-is-not-reported-as-ready",
-            hazard="H9",
-            at="load-is-submitted",
-            change=DropOperand(2),
-            consequence="a request joins a step although its load has failed",
-            needs=frozenset({"failing_copy", "offload"}),
-        ),
+    Fault("H9", "a request joins a step although its load has failed")
+    .without(
+        "failed-load-is-not-reported-as-ready",
+        DropOperand(2),
+        at="load-is-submitted",
+        needs={"failing_copy", "offload"},
+    )
+    .unseen(
         "the step's results are dropped: see load-failure-is-known-with-its-step",
-        noticed_by="offload/test_pieces.py::test_load_with_a_failed_piece_is_never_reported_as_ready",
+        "offload/test_pieces.py::test_load_with_a_failed_piece_is_never_reported_as_ready",
     ),
-    Equivalent(
-        Mutation(
-            name="load-failure-is-reported-once",
-            hazard="H9",
-            change=DropOperand("reported"),
-            consequence="the failure of a load is reported repeatedly",
-            needs=frozenset({"failing_copy", "offload"}),
-        ),
+    Fault("H9", "the failure of a load is reported repeatedly")
+    .without("load-failure-is-reported-once", DropOperand("reported"), needs={"failing_copy", "offload"})
+    .unseen(
         "the first report preempts the request, and later ones belong to an earlier epoch",
-        noticed_by="offload/test_loads.py::test_failed_load_is_reported_once_by_worker_or_engine",
+        "offload/test_loads.py::test_failed_load_is_reported_once_by_worker_or_engine",
     ),
-    Equivalent(
-        Mutation(
-            name="load-failure-is-not-reported-again-at-the-end",
-            hazard="H9",
-            change=Always(),
-            consequence="the failure of a load is reported twice",
-            needs=frozenset({"failing_copy", "offload"}),
-        ),
+    Fault("H9", "the failure of a load is reported twice")
+    .without("load-failure-is-not-reported-again-at-the-end", Always(), needs={"failing_copy", "offload"})
+    .unseen(
         "the first report preempts the request, and later ones belong to an earlier epoch",
-        noticed_by="offload/test_loads.py::test_failed_load_is_reported_once_by_worker_or_engine",
+        "offload/test_loads.py::test_failed_load_is_reported_once_by_worker_or_engine",
     ),
-    Equivalent(
-        Mutation(
-            name="missing-source-fails-the-load",
-            hazard="H15",
-            change=SetOperand(0, "not source_ids"),
-            consequence="a load copies the rest if a part was evicted since it was planned",
-            needs=frozenset({"offload"}),
-        ),
-        _GONE,
-        noticed_by="offload/test_store_and_load.py::test_a_load_of_evicted_blocks_fails",
-        unreached=True,
-    ),
-    Equivalent(
-        Mutation(
-            name="state-covers-the-planned-tokens",
-            hazard="H15",
-            change=Never(),
-            consequence="a request continues from a state of another number of tokens",
-            needs=frozenset({"offload", "states"}),
-        ),
+    Fault("H15", "a load copies the rest if a part was evicted since it was planned")
+    .without("missing-source-fails-the-load", SetOperand(0, "not source_ids"), needs={"offload"})
+    .unreached(_GONE, "offload/test_store_and_load.py::test_a_load_of_evicted_blocks_fails"),
+    Fault("H15", "a request continues from a state of another number of tokens")
+    .without("state-covers-the-planned-tokens", Never(), needs={"offload", "states"})
+    .unseen(
         "no fault that is drawn gives a stored state another number of tokens: this check is for defects in other code",
-        noticed_by="engine/test_offload.py::test_a_recurrent_state_of_other_tokens_is_a_miss_and_is_dropped",
+        "engine/test_offload.py::test_a_recurrent_state_of_other_tokens_is_a_miss_and_is_dropped",
     ),
-    Equivalent(
-        Mutation(
-            name="load-settles-after-its-last-piece-began",
-            hazard="H10",
-            at="load-is-settled",
-            change=DropOperand(1),
-            consequence="a load counts as ended between two pieces, and its slots are free",
-            needs=frozenset({"offload"}),
-            also=(
-                Change(
-                    "load-settles-once",
-                    Rewrite(".settled", ".settled or job.job_id not in self._context.unsettled._unsettled"),
-                ),
-            ),
+    Fault("H10", "a load counts as ended between two pieces, and its slots are free")
+    .without(
+        "load-settles-after-its-last-piece-began",
+        DropOperand(1),
+        Change(
+            "load-settles-once",
+            Rewrite(".settled", ".settled or job.job_id not in self._context.unsettled._unsettled"),
         ),
+        at="load-is-settled",
+        needs={"offload"},
+    )
+    .unreached(
         "the fault needs another copy that runs between two pieces of the load",
-        noticed_by="offload/test_pieces.py::test_a_load_with_remaining_pieces_keeps_its_host_slots",
-        unreached=True,
+        "offload/test_pieces.py::test_a_load_with_remaining_pieces_keeps_its_host_slots",
     ),
-    Equivalent(
-        Mutation(
-            name="failed-load-begins-no-more-pieces",
-            hazard="H10",
-            change=Always(),
-            consequence="a failed load that has released its blocks still writes them",
-            needs=frozenset({"failing_copy", "offload"}),
-            also=(
-                Change(
-                    "load-settles-once",
-                    Rewrite(".settled", ".settled or job.job_id not in self._context.unsettled._unsettled"),
-                ),
-            ),
+    Fault("H10", "a failed load that has released its blocks still writes them")
+    .without(
+        "failed-load-begins-no-more-pieces",
+        Always(),
+        Change(
+            "load-settles-once",
+            Rewrite(".settled", ".settled or job.job_id not in self._context.unsettled._unsettled"),
         ),
+        needs={"failing_copy", "offload"},
+    )
+    .unreached(
         "the fault needs another copy that runs between two pieces of the load",
-        noticed_by="offload/test_pieces.py::test_a_load_with_a_failed_piece_submits_no_more_pieces",
-        unreached=True,
+        "offload/test_pieces.py::test_a_load_with_a_failed_piece_submits_no_more_pieces",
     ),
-    Equivalent(
-        Mutation(
-            name="load-fails-with-any-of-its-pieces",
-            hazard="H15",
-            change=Value("copy.failure if job.all_begun else None"),
-            consequence="a load with a failed piece continues, and its request does not learn of the failure",
-            needs=frozenset({"failing_copy", "offload"}),
-        ),
+    Fault("H15", "a load with a failed piece continues, and its request does not learn of the failure")
+    .without(
+        "load-fails-with-any-of-its-pieces",
+        Value("copy.failure if job.all_begun else None"),
+        needs={"failing_copy", "offload"},
+    )
+    .unreached(
         "the fault needs another copy that runs between two pieces of the load",
-        noticed_by="offload/test_pieces.py::test_a_load_with_a_failed_piece_submits_no_more_pieces",
-        unreached=True,
+        "offload/test_pieces.py::test_a_load_with_a_failed_piece_submits_no_more_pieces",
     ),
-    Equivalent(
-        Mutation(
-            name="changed-block-is-not-loaded",
-            hazard="H9",
-            change=Never(),
-            consequence="a request uses KV whose bytes changed in host memory",
-            needs=frozenset({"offload", "self_check"}),
-        ),
+    Fault("H9", "a request uses KV whose bytes changed in host memory")
+    .without("changed-block-is-not-loaded", Never(), needs={"offload", "self_check"})
+    .unreached(
         "no schedule changes bytes in host memory",
-        noticed_by="offload/test_checksums.py::test_a_block_with_a_flipped_bit_fails_its_load_and_is_counted",
-        unreached=True,
+        "offload/test_checksums.py::test_a_block_with_a_flipped_bit_fails_its_load_and_is_counted",
     ),
-    Equivalent(
-        Mutation(
-            name="refused-load-is-settled",
-            hazard="H22",
-            consequence="the slots and device blocks of a load that was refused stay in use forever",
-            needs=frozenset({"offload", "self_check"}),
-        ),
+    Fault("H22", "the slots and device blocks of a load that was refused stay in use forever")
+    .without("refused-load-is-settled", needs={"offload", "self_check"})
+    .unreached(
         "no schedule changes bytes in host memory",
-        noticed_by="offload/test_checksums.py::test_a_block_with_a_flipped_bit_fails_its_load_and_is_counted",
-        unreached=True,
+        "offload/test_checksums.py::test_a_block_with_a_flipped_bit_fails_its_load_and_is_counted",
     ),
 )
 

@@ -14,507 +14,273 @@ from proof.mutations.operators import (
     Unwrap,
     Value,
 )
-from proof.mutations.tables import Change, Equivalent, Exempt, Mutation
+from proof.mutations.tables import Change, Exempt, Fault
 
 _NO_FORCED = "no schedule has drafts in answers with a grammar"
 
 MUTATIONS = (
-    Mutation(
-        name="token-ids-are-read-whole",
-        hazard="H9",
-        change=Rewrite(".tolist()", ".astype(np.int16).tolist()"),
-        consequence="clients receive other tokens if the vocabulary has more than 32,768",
+    Fault("H9", "clients receive other tokens if the vocabulary has more than 32,768").without(
+        "token-ids-are-read-whole", Rewrite(".tolist()", ".astype(np.int16).tolist()")
     ),
-    Mutation(
-        name="layer-waits-for-its-load",
-        hazard="H5",
-        consequence="a step reads blocks that a load is still writing",
-        needs=frozenset({"offload"}),
+    Fault("H5", "a step reads blocks that a load is still writing").without(
+        "layer-waits-for-its-load", needs={"offload"}
     ),
-    Mutation(
-        name="slot-begins-on-the-device",
-        hazard="H16",
-        change=Become("begins[0][1].outputs or self._state.begin(begins)"),
-        consequence="a readmitted request samples with the state of the request slot's previous owner",
-        needs=frozenset({"preempt"}),
+    Fault("H16", "a readmitted request samples with the state of the request slot's previous owner").without(
+        "slot-begins-on-the-device", Become("begins[0][1].outputs or self._state.begin(begins)"), needs={"preempt"}
     ),
-    Mutation(
-        name="slot-begins-on-the-host",
-        hazard="H16",
-        consequence="a request gets the log-probabilities requested by the request slot's previous owner",
-        needs=frozenset({"logprobs"}),
+    Fault("H16", "a request gets the log-probabilities requested by the request slot's previous owner").without(
+        "slot-begins-on-the-host", needs={"logprobs"}
     ),
-    Mutation(
-        name="step-samples-in-the-mode-of-its-rows",
-        hazard="H16",
-        consequence="a step samples by argmax although a row has a temperature or penalties",
-        needs=frozenset({"sampling"}),
+    Fault("H16", "a step samples by argmax although a row has a temperature or penalties").without(
+        "step-samples-in-the-mode-of-its-rows", needs={"sampling"}
     ),
-    Mutation(
-        name="row-samples-with-its-own-options",
-        hazard="H16",
-        consequence="a request samples with the temperature, filters and seed of the request slot's previous owner",
-        needs=frozenset({"sampling"}),
+    Fault(
+        "H16", "a request samples with the temperature, filters and seed of the request slot's previous owner"
+    ).without("row-samples-with-its-own-options", needs={"sampling"}),
+    Fault("H19", "a captured step samples an end token before the minimum length").without(
+        "ban-lasts-until-min-tokens",
+        SetOperand("min_tokens", "outputs >= 1"),
+        Change("ban-is-needed", SetOperand("min_tokens", "outputs < 1")),
+        needs={"captured", "min_tokens"},
     ),
-    Mutation(
-        name="ban-lasts-until-min-tokens",
-        hazard="H19",
-        change=SetOperand("min_tokens", "outputs >= 1"),
-        consequence="a captured step samples an end token before the minimum length",
-        needs=frozenset({"captured", "min_tokens"}),
-        also=(Change("ban-is-needed", SetOperand("min_tokens", "outputs < 1")),),
+    Fault("H19", "a token is sampled with the random number of the previous token").without(
+        "sampling-uses-the-index-of-its-output",
+        Value("output.positions[:count] - state.rules.prompt_len[slots]"),
+        needs={"sampling"},
     ),
-    Mutation(
-        name="sampling-uses-the-index-of-its-output",
-        hazard="H19",
-        change=Value("output.positions[:count] - state.rules.prompt_len[slots]"),
-        consequence="a token is sampled with the random number of the previous token",
-        needs=frozenset({"sampling"}),
+    Fault("H19", "a sampled token is not penalised when it repeats").without(
+        "sampled-tokens-count-for-later-penalties", SetArgument("slot_tensors", "counted", "False"), needs={"sampling"}
     ),
-    Mutation(
-        name="sampled-tokens-count-for-later-penalties",
-        hazard="H19",
-        change=SetArgument("slot_tensors", "counted", "False"),
-        consequence="a sampled token is not penalised when it repeats",
-        needs=frozenset({"sampling"}),
+    Fault("H16", "a step samples all rows in the mode of its simplest row").without(
+        "captured-sampling-suits-every-row", CallInstead("max", "min"), needs={"captured", "sampling"}
     ),
-    Mutation(
-        name="captured-sampling-suits-every-row",
-        hazard="H16",
-        change=CallInstead("max", "min"),
-        consequence="a step samples all rows in the mode of its simplest row",
-        needs=frozenset({"captured", "sampling"}),
+    Fault("H16", "a request is penalised for output tokens of the request slot's previous owner").without(
+        "slot-drops-outputs-of-its-last-owner", at="slot-drops-outputs-before", needs={"sampling"}
     ),
-    Mutation(
-        name="slot-drops-outputs-of-its-last-owner",
-        hazard="H16",
-        at="slot-drops-outputs-before",
-        consequence="a request is penalised for output tokens of the request slot's previous owner",
-        needs=frozenset({"sampling"}),
+    Fault("H16", "a request is penalised for prompt tokens of the request slot's previous owner").without(
+        "slot-drops-the-prompt-of-its-last-owner", at="slot-drops-prompt-before", needs={"penalties"}
     ),
-    Mutation(
-        name="slot-drops-the-prompt-of-its-last-owner",
-        hazard="H16",
-        at="slot-drops-prompt-before",
-        consequence="a request is penalised for prompt tokens of the request slot's previous owner",
-        needs=frozenset({"penalties"}),
+    Fault("H16", "a readmitted request is not penalised for its earlier output").without(
+        "slot-keeps-outputs-from-before-a-preemption", needs={"preempt", "sampling"}
     ),
-    Mutation(
-        name="slot-keeps-outputs-from-before-a-preemption",
-        hazard="H16",
-        consequence="a readmitted request is not penalised for its earlier output",
-        needs=frozenset({"preempt", "sampling"}),
-    ),
-    Mutation(
-        name="sampled-token-stays-on-the-device",
-        hazard="H19",
-        consequence="the next step continues from the token before the sampled one",
+    Fault("H19", "the next step continues from the token before the sampled one").without(
+        "sampled-token-stays-on-the-device"
     ),
     # ------------------------------------------------------------------ drafts
-    Mutation(
-        name="accepted-run-is-published-before-the-next-step-reads-it",
-        hazard="H19",
-        change=Become(
-            "state.history[slot[:, None], column.clamp(max=start[:, None] + 1)] = drawn.to(torch.int32)[:, :1]"
-        ),
-        consequence="the next step drafts from stale history: the text is right, but few drafts are accepted",
-        needs=frozenset({"speculative"}),
+    Fault("H19", "the next step drafts from stale history: the text is right, but few drafts are accepted").without(
+        "accepted-run-is-published-before-the-next-step-reads-it",
+        Become("state.history[slot[:, None], column.clamp(max=start[:, None] + 1)] = drawn.to(torch.int32)[:, :1]"),
+        needs={"speculative"},
     ),
-    Mutation(
-        name="length-is-published-by-its-step",
-        hazard="H19",
-        change=Value("start + 1"),
-        consequence="the next step starts at a position whose drafts were accepted already",
-        needs=frozenset({"speculative"}),
+    Fault("H19", "the next step starts at a position whose drafts were accepted already").without(
+        "length-is-published-by-its-step", Value("start + 1"), needs={"speculative"}
     ),
-    Mutation(
-        name="last-token-is-the-last-accepted-one",
-        hazard="H19",
-        change=Value("drawn[:, 0]"),
-        consequence="the next step continues from the first token of an accepted run",
-        needs=frozenset({"speculative"}),
+    Fault("H19", "the next step continues from the first token of an accepted run").without(
+        "last-token-is-the-last-accepted-one", Value("drawn[:, 0]"), needs={"speculative"}
     ),
-    Mutation(
-        name="row-positions-come-from-the-device",
-        hazard="H19",
-        change=Value("starts + counts < starts"),
-        consequence="a step computes at the host's outdated position",
-        needs=frozenset({"speculative"}),
+    Fault("H19", "a step computes at the host's outdated position").without(
+        "row-positions-come-from-the-device", Value("starts + counts < starts"), needs={"speculative"}
     ),
-    Mutation(
-        name="slot-begins-with-its-own-history",
-        hazard="H16",
-        consequence="a request's drafts are made from tokens of the request slot's previous owner",
-        needs=frozenset({"speculative"}),
+    Fault("H16", "a request's drafts are made from tokens of the request slot's previous owner").without(
+        "slot-begins-with-its-own-history", needs={"speculative"}
     ),
-    Mutation(
-        name="only-verified-drafts-are-accepted",
-        hazard="H19",
-        change=Value("1 + num_drafts"),
-        consequence="tokens sampled after a rejected draft are sent to the client",
-        needs=frozenset({"speculative"}),
+    Fault("H19", "tokens sampled after a rejected draft are sent to the client").without(
+        "only-verified-drafts-are-accepted", Value("1 + num_drafts"), needs={"speculative"}
     ),
-    Mutation(
-        name="drafts-count-for-later-penalties-in-their-row",
-        hazard="H19",
-        change=Value("None"),
-        consequence="a token is not penalised for its repetition within an accepted run",
-        needs=frozenset({"speculative", "penalties"}),
+    Fault("H19", "a token is not penalised for its repetition within an accepted run").without(
+        "drafts-count-for-later-penalties-in-their-row", Value("None"), needs={"speculative", "penalties"}
     ),
-    Mutation(
-        name="accepted-tokens-count-for-later-penalties",
-        hazard="H19",
-        change=Rewrite(".to(torch.int32)", ".to(torch.int32).tril()"),
-        consequence="accepted drafts of a step's first rows are not counted as output",
-        needs=frozenset({"speculative", "penalties"}),
+    Fault("H19", "accepted drafts of a step's first rows are not counted as output").without(
+        "accepted-tokens-count-for-later-penalties",
+        Rewrite(".to(torch.int32)", ".to(torch.int32).tril()"),
+        needs={"speculative", "penalties"},
     ),
-    Mutation(
-        name="host-reads-accept-lengths",
-        hazard="H19",
-        change=Compare("<"),
-        consequence="the host takes only one token of each accepted run",
-        needs=frozenset({"speculative"}),
+    Fault("H19", "the host takes only one token of each accepted run").without(
+        "host-reads-accept-lengths", Compare("<"), needs={"speculative"}
     ),
     # ------------------------------------------------------------------ steps that run twice
-    Mutation(
-        name="second-run-is-part-of-its-step",
-        hazard="H3",
-        change=Become(
+    Fault("H3", "a step's fence does not cover its second run, which writes blocks that have another owner").without(
+        "second-run-is-part-of-its-step",
+        Become(
             "inputs, output = self._run_once(batch, step)\n"
             "batch.self_check and self._stream.submit(lambda: self._run_twice(batch, step), label='second run')"
         ),
-        consequence="a step's fence does not cover its second run, which writes blocks that have another owner",
-        needs=frozenset({"self_check"}),
+        needs={"self_check"},
     ),
-    Mutation(
-        name="second-run-comes-before-sampling",
-        hazard="H19",
-        at="second-run-is-part-of-its-step",
-        change=Become(
+    Fault("H19", "the second run reads the tokens that the first one sampled").without(
+        "second-run-comes-before-sampling",
+        Become(
             "inputs, output = self._run_once(batch, step)\n"
             "batch.self_check and self._sample(batch, step, inputs, output)\n"
             "inputs, output = self._run_twice(batch, step) if batch.self_check else (inputs, output)"
         ),
-        consequence="the second run reads the tokens that the first one sampled",
-        needs=frozenset({"self_check"}),
+        at="second-run-is-part-of-its-step",
+        needs={"self_check"},
     ),
-    Mutation(
-        name="second-run-begins-with-the-hidden-states-of-the-first",
-        hazard="H19",
-        consequence="the second run drafts from hidden states that the first run kept for the next step",
-        needs=frozenset({"self_check", "hidden_states"}),
+    Fault("H19", "the second run drafts from hidden states that the first run kept for the next step").without(
+        "second-run-begins-with-the-hidden-states-of-the-first", needs={"self_check", "hidden_states"}
     ),
     # ------------------------------------------------------------------ hidden states
-    Mutation(
-        name="captured-samples-go-to-their-mailbox-entry",
-        hazard="H17",
-        consequence="two captured steps write their samples to the same place",
-        needs=frozenset({"captured"}),
+    Fault("H17", "two captured steps write their samples to the same place").without(
+        "captured-samples-go-to-their-mailbox-entry", needs={"captured"}
     ),
-    Mutation(
-        name="padding-rows-sample-no-token",
-        hazard="H18",
-        change=Unwrap("where", 2),
-        consequence="samples of padding rows count as samples of a request",
-        needs=frozenset({"captured"}),
+    Fault("H18", "samples of padding rows count as samples of a request").without(
+        "padding-rows-sample-no-token", Unwrap("where", 2), needs={"captured"}
     ),
-    Mutation(
-        name="hidden-state-is-of-the-last-accepted-token",
-        hazard="H19",
-        change=Value("hidden[logit[:, 0]]"),
-        consequence="the next step drafts from the accepted run's start: the text is right, but few drafts are "
-        "accepted",
-        needs=frozenset({"hidden_states"}),
+    Fault(
+        "H19", "the next step drafts from the accepted run's start: the text is right, but few drafts are accepted"
+    ).without("hidden-state-is-of-the-last-accepted-token", Value("hidden[logit[:, 0]]"), needs={"hidden_states"}),
+    Fault(
+        "H11", "the proposer writes KV beyond the blocks of a row with few drafts, into another owner's block"
+    ).without("drafting-stays-in-the-blocks-of-its-row", Unwrap("minimum"), needs={"hidden_states"}),
+    Fault("H15", "after a cached prefix, drafts are made as if there was no prefix").without(
+        "hidden-state-comes-back-with-its-block", Never(), needs={"hidden_states"}
     ),
-    Mutation(
-        name="drafting-stays-in-the-blocks-of-its-row",
-        hazard="H11",
-        change=Unwrap("minimum"),
-        consequence="the proposer writes KV beyond the blocks of a row with few drafts, into another owner's block",
-        needs=frozenset({"hidden_states"}),
+    Fault("H15", "the hidden state of a block is read before it was loaded").without(
+        "hidden-states-wait-for-their-load", needs={"hidden_states", "offload"}
     ),
-    Mutation(
-        name="hidden-state-comes-back-with-its-block",
-        hazard="H15",
-        change=Never(),
-        consequence="after a cached prefix, drafts are made as if there was no prefix",
-        needs=frozenset({"hidden_states"}),
+    Fault("H15", "a block is found without its hidden state").without(
+        "hidden-state-is-written-to-its-block", needs={"hidden_states"}
     ),
-    Mutation(
-        name="hidden-states-wait-for-their-load",
-        hazard="H15",
-        consequence="the hidden state of a block is read before it was loaded",
-        needs=frozenset({"hidden_states", "offload"}),
+    Fault("H19", "a prefill chunk reads the hidden state of the request slot's previous owner").without(
+        "next-chunk-reads-the-hidden-state-of-the-last-chunk", needs={"hidden_states"}
     ),
-    Mutation(
-        name="hidden-state-is-written-to-its-block",
-        hazard="H15",
-        consequence="a block is found without its hidden state",
-        needs=frozenset({"hidden_states"}),
-    ),
-    Mutation(
-        name="next-chunk-reads-the-hidden-state-of-the-last-chunk",
-        hazard="H19",
-        consequence="a prefill chunk reads the hidden state of the request slot's previous owner",
-        needs=frozenset({"hidden_states"}),
-    ),
-    Mutation(
-        name="proposer-runs-in-every-step",
-        hazard="H15",
-        change=Value("not continues and proposed is None"),
-        consequence="the drafter's KV lacks verified tokens",
-        needs=frozenset({"hidden_states"}),
+    Fault("H15", "the drafter's KV lacks verified tokens").without(
+        "proposer-runs-in-every-step", Value("not continues and proposed is None"), needs={"hidden_states"}
     ),
     # ------------------------------------------------------------------ captured passes
-    Mutation(
-        name="proposer-branch-is-joined",
-        hazard="H15",
-        consequence="the next step drafts from KV that is not written yet",
-        needs=frozenset({"hidden_states", "captured"}),
+    Fault("H15", "the next step drafts from KV that is not written yet").without(
+        "proposer-branch-is-joined", needs={"hidden_states", "captured"}
     ),
-    Mutation(
-        name="gate-is-recorded-behind-its-loads",
-        hazard="H5",
-        consequence="a captured pass continues before the layers that it waits for are loaded",
-        needs=frozenset({"offload", "captured"}),
+    Fault("H5", "a captured pass continues before the layers that it waits for are loaded").without(
+        "gate-is-recorded-behind-its-loads", needs={"offload", "captured"}
     ),
-    Mutation(
-        name="captured-layer-waits-for-its-load",
-        hazard="H5",
-        change=Never(),
-        consequence="a captured pass waits for no load",
-        needs=frozenset({"offload", "captured"}),
+    Fault("H5", "a captured pass waits for no load").without(
+        "captured-layer-waits-for-its-load", Never(), needs={"offload", "captured"}
     ),
-    Mutation(
-        name="first-captured-layer-waits-for-its-load",
-        hazard="H5",
+    Fault("H5", "a captured pass reads its first layers before they are loaded").without(
+        "first-captured-layer-waits-for-its-load",
+        Rewrite("self._starts", "self._starts[1:]"),
         at="captured-layer-waits-for-its-load",
-        change=Rewrite("self._starts", "self._starts[1:]"),
-        consequence="a captured pass reads its first layers before they are loaded",
-        needs=frozenset({"offload", "captured"}),
+        needs={"offload", "captured"},
     ),
-    Mutation(
-        name="middle-captured-layers-wait-for-their-load",
-        hazard="H5",
+    Fault("H5", "a captured pass reads layers in the middle before they are loaded").without(
+        "middle-captured-layers-wait-for-their-load",
+        Rewrite("self._starts", "(self._starts[0], self._starts[-1])"),
         at="captured-layer-waits-for-its-load",
-        change=Rewrite("self._starts", "(self._starts[0], self._starts[-1])"),
-        consequence="a captured pass reads layers in the middle before they are loaded",
-        needs=frozenset({"offload", "captured", "layer_groups"}),
+        needs={"offload", "captured", "layer_groups"},
     ),
-    Mutation(
-        name="last-captured-layers-wait-for-their-load",
-        hazard="H5",
+    Fault("H5", "a captured pass reads its last layers before they are loaded").without(
+        "last-captured-layers-wait-for-their-load",
+        Rewrite("self._starts", "self._starts[:-1]"),
         at="captured-layer-waits-for-its-load",
-        change=Rewrite("self._starts", "self._starts[:-1]"),
-        consequence="a captured pass reads its last layers before they are loaded",
-        needs=frozenset({"offload", "captured"}),
+        needs={"offload", "captured"},
     ),
-    Mutation(
-        name="batch-with-loads-replays-the-gated-graph",
-        hazard="H5",
-        change=Never(),
-        consequence="a batch with running loads is computed by the graph without gates",
-        needs=frozenset({"offload", "captured"}),
+    Fault("H5", "a batch with running loads is computed by the graph without gates").without(
+        "batch-with-loads-replays-the-gated-graph", Never(), needs={"offload", "captured"}
     ),
-    Mutation(
-        name="gate-is-recorded-for-each-step",
-        hazard="H5",
-        consequence="a captured pass waits for the loads of an earlier one",
-        needs=frozenset({"offload", "captured"}),
+    Fault("H5", "a captured pass waits for the loads of an earlier one").without(
+        "gate-is-recorded-for-each-step", needs={"offload", "captured"}
     ),
-    Mutation(
-        name="block-table-belongs-to-its-slots-owner",
-        hazard="H16",
-        change=Value("min(len(held), len(block_table))"),
-        consequence="a captured pass reads and writes the blocks of the request slot's previous owner",
-        needs=frozenset({"captured"}),
+    Fault("H16", "a captured pass reads and writes the blocks of the request slot's previous owner").without(
+        "block-table-belongs-to-its-slots-owner", Value("min(len(held), len(block_table))"), needs={"captured"}
     ),
-    Mutation(
-        name="changed-blocks-reach-the-device",
-        hazard="H16",
-        consequence="a captured pass writes to the block that its table had at capture",
-        needs=frozenset({"captured"}),
+    Fault("H16", "a captured pass writes to the block that its table had at capture").without(
+        "changed-blocks-reach-the-device", needs={"captured"}
     ),
-    Mutation(
-        name="captured-inputs-are-filled-before-the-replay",
-        hazard="H18",
-        consequence="a captured pass computes the previous batch again",
-        needs=frozenset({"captured"}),
+    Fault("H18", "a captured pass computes the previous batch again").without(
+        "captured-inputs-are-filled-before-the-replay", needs={"captured"}
     ),
-    Mutation(
-        name="mailbox-entries-do-not-overlap",
-        hazard="H17",
-        change=Value("0"),
-        consequence="a step overwrites results that the host has not read yet",
+    Fault("H17", "a step overwrites results that the host has not read yet").without(
+        "mailbox-entries-do-not-overlap", Value("0")
     ),
-    Mutation(
-        name="mailbox-entry-is-leased-until-read",
-        hazard="H17",
-        change=Become(
+    Fault("H17", "a mailbox slot is free before its step has written it and the host has read it").without(
+        "mailbox-entry-is-leased-until-read",
+        Become(
             "lease = self._pool.take(1)\n"
             "lease.release()\n"
             "return MailboxEntry(self._memory.name, lease, self._entry_bytes)"
         ),
-        consequence="a mailbox slot is free before its step has written it and the host has read it",
-        also=(
-            Change("read-mailbox-entry-is-released", Delete()),
-            Change("mailbox-entry-of-a-failed-step-is-released", Delete()),
-        ),
+        Change("read-mailbox-entry-is-released", Delete()),
+        Change("mailbox-entry-of-a-failed-step-is-released", Delete()),
     ),
-    Mutation(
-        name="non-finite-logits-are-reported",
-        hazard="H9",
-        change=SetOperand("finite", "drawn.finite | True"),
-        consequence="the host uses tokens sampled from logits that are NaN",
-        needs=frozenset({"bad_logits"}),
+    Fault("H9", "the host uses tokens sampled from logits that are NaN").without(
+        "non-finite-logits-are-reported", SetOperand("finite", "drawn.finite | True"), needs={"bad_logits"}
     ),
-    Mutation(
-        name="masked-tokens-are-not-sampled",
-        hazard="H18",
-        consequence="an answer has tokens that its grammar does not allow",
-        needs=frozenset({"grammar"}),
-        also=(Change("masked-tokens-are-not-sampled-with-logprobs", Delete()),),
+    Fault("H18", "an answer has tokens that its grammar does not allow").without(
+        "masked-tokens-are-not-sampled",
+        Delete(),
+        Change("masked-tokens-are-not-sampled-with-logprobs", Delete()),
+        needs={"grammar"},
     ),
-    Mutation(
-        name="slot-begins-with-its-need-of-masks",
-        hazard="H18",
-        consequence="a step is sampled without the masks of a new request",
-        needs=frozenset({"grammar"}),
+    Fault("H18", "a step is sampled without the masks of a new request").without(
+        "slot-begins-with-its-need-of-masks", needs={"grammar"}
     ),
-    Mutation(
-        name="read-mailbox-entry-is-released",
-        hazard="H22",
-        consequence="the mailbox runs out of slots",
-    ),
-    Mutation(
-        name="mailbox-entry-of-a-failed-step-is-released",
-        hazard="H22",
-        consequence="each failed step leaks a mailbox slot",
-        needs=frozenset({"failing_step"}),
+    Fault("H22", "the mailbox runs out of slots").without("read-mailbox-entry-is-released"),
+    Fault("H22", "each failed step leaks a mailbox slot").without(
+        "mailbox-entry-of-a-failed-step-is-released", needs={"failing_step"}
     ),
 )
 
 EQUIVALENT = (
-    Equivalent(
-        Mutation(
-            name="step-waits-for-the-last-use",
-            hazard="H2",
-            consequence="a step does not wait for the last use of its blocks",
-            needs=frozenset({"offload"}),
-        ),
+    Fault("H2", "a step does not wait for the last use of its blocks")
+    .without("step-waits-for-the-last-use", needs={"offload"})
+    .unseen(
         "steps run in launch order; blocks with other uses are released only after the host has seen those uses end",
-        noticed_by="engine/test_offload.py::test_a_step_waits_for_the_fences_of_its_plan",
+        "engine/test_offload.py::test_a_step_waits_for_the_fences_of_its_plan",
     ),
-    Equivalent(
-        Mutation(
-            name="slot-begins-with-its-last-token",
-            hazard="H16",
-            consequence="until its first sample, a request slot holds the last token of its previous owner",
-        ),
-        "prefill chunks carry their tokens, and the last chunk samples the token that the first decode step reads",
-    ),
-    Equivalent(
-        Mutation(
-            name="masks-are-written-after-their-last-use",
-            hazard="H17",
-            change=Never(),
-            consequence="the host overwrites masks that a sampler still reads",
-        ),
+    Fault("H16", "until its first sample, a request slot holds the last token of its previous owner")
+    .without("slot-begins-with-its-last-token")
+    .unseen("prefill chunks carry their tokens, and the last chunk samples the token that the first decode step reads"),
+    Fault("H17", "the host overwrites masks that a sampler still reads")
+    .without("masks-are-written-after-their-last-use", Never())
+    .unseen(
         "a step is sampled after the commit of the step before it, whose sampler has therefore ended",
-        noticed_by="engine/test_structured.py::test_masks_and_drafts_are_refused_while_a_step_uses_them",
+        "engine/test_structured.py::test_masks_and_drafts_are_refused_while_a_step_uses_them",
     ),
-    Equivalent(
-        Mutation(
-            name="masks-are-kept-until-they-were-read",
-            hazard="H17",
-            consequence="masks that are written while a sampler reads them raise no error",
-        ),
+    Fault("H17", "masks that are written while a sampler reads them raise no error")
+    .without("masks-are-kept-until-they-were-read")
+    .unseen(
         "see masks-are-written-after-their-last-use",
-        noticed_by="engine/test_structured.py::test_masks_and_drafts_are_refused_while_a_step_uses_them",
+        "engine/test_structured.py::test_masks_and_drafts_are_refused_while_a_step_uses_them",
     ),
-    Equivalent(
-        Mutation(
-            name="drafts-are-read-after-their-pass",
-            hazard="H17",
-            change=Never(),
-            consequence="the host reads the drafts of an earlier step",
-        ),
+    Fault("H17", "the host reads the drafts of an earlier step")
+    .without("drafts-are-read-after-their-pass", Never())
+    .unseen(
         "the engine waits for the pass",
-        noticed_by="engine/test_structured.py::test_masks_and_drafts_are_refused_while_a_step_uses_them",
+        "engine/test_structured.py::test_masks_and_drafts_are_refused_while_a_step_uses_them",
     ),
-    Equivalent(
-        Mutation(
-            name="log-probabilities-are-read-after-their-step",
-            hazard="H17",
-            change=Never(),
-            consequence="the host reads log-probabilities of an earlier step's prompt",
-        ),
+    Fault("H17", "the host reads log-probabilities of an earlier step's prompt")
+    .without("log-probabilities-are-read-after-their-step", Never())
+    .unreached(
         "the engine waits for the step",
-        noticed_by="runner/test_mailbox.py::test_log_probabilities_of_prompts_are_read_after_the_fence",
-        unreached=True,
+        "runner/test_mailbox.py::test_log_probabilities_of_prompts_are_read_after_the_fence",
     ),
-    Equivalent(
-        Mutation(
-            name="slot-forgets-the-last-owners-prompt",
-            hazard="H18",
-            consequence="a request gets log-probabilities of its slot's last owner's prompt",
-        ),
+    Fault("H18", "a request gets log-probabilities of its slot's last owner's prompt")
+    .without("slot-forgets-the-last-owners-prompt")
+    .unseen(
         "workloads ask for no log-probabilities of prompts",
-        noticed_by="test_prompt_logprobs.py::test_samples_and_streams_have_log_probabilities_of_the_prompt",
+        "test_prompt_logprobs.py::test_samples_and_streams_have_log_probabilities_of_the_prompt",
     ),
-    Equivalent(
-        Mutation(
-            name="forced-tokens-are-drafted",
-            hazard="H19",
-            consequence="answers with a grammar take one step for each token",
-        ),
-        _NO_FORCED,
-        noticed_by="engine/test_jump_ahead.py::test_tokens_and_log_probabilities_are_those_without_drafts",
-        unreached=True,
+    Fault("H19", "answers with a grammar take one step for each token")
+    .without("forced-tokens-are-drafted")
+    .unreached(_NO_FORCED, "engine/test_jump_ahead.py::test_tokens_and_log_probabilities_are_those_without_drafts"),
+    Fault("H19", "forced tokens are drafted at a wrong position, and rejected")
+    .without("forced-drafts-begin-behind-the-row", Rewrite(" - ", " - 1 - "))
+    .unreached(
+        _NO_FORCED, "ops/test_argmax_and_ngram.py::test_forced_tokens_replace_the_drafts_behind_their_own_beginning"
     ),
-    Equivalent(
-        Mutation(
-            name="forced-drafts-begin-behind-the-row",
-            hazard="H19",
-            change=Rewrite(" - ", " - 1 - "),
-            consequence="forced tokens are drafted at a wrong position, and rejected",
-        ),
-        _NO_FORCED,
-        noticed_by="ops/test_argmax_and_ngram.py::test_forced_tokens_replace_the_drafts_behind_their_own_beginning",
-        unreached=True,
+    Fault("H19", "forced tokens are drafted behind other tokens, and rejected")
+    .without("forced-drafts-follow-their-own-beginning", Rewrite(" == ", " <= "))
+    .unreached(
+        _NO_FORCED, "ops/test_argmax_and_ngram.py::test_forced_tokens_replace_the_drafts_behind_their_own_beginning"
     ),
-    Equivalent(
-        Mutation(
-            name="forced-drafts-follow-their-own-beginning",
-            hazard="H19",
-            change=Rewrite(" == ", " <= "),
-            consequence="forced tokens are drafted behind other tokens, and rejected",
-        ),
-        _NO_FORCED,
-        noticed_by="ops/test_argmax_and_ngram.py::test_forced_tokens_replace_the_drafts_behind_their_own_beginning",
-        unreached=True,
-    ),
-    Equivalent(
-        Mutation(
-            name="slot-begins-without-forced-tokens",
-            hazard="H18",
-            consequence="a request gets drafts from the grammar of its slot's last owner",
-        ),
-        _NO_FORCED,
-        noticed_by="runner/test_state.py::test_a_slot_begins_without_the_forced_tokens_of_its_last_owner",
-        unreached=True,
-    ),
-    Equivalent(
-        Mutation(
-            name="forced-drafts-are-known-to-the-host",
-            hazard="H19",
-            change=Never(),
-            consequence="masks are made for other drafts than those of the step, so an answer leaves its grammar",
-        ),
-        _NO_FORCED,
-        noticed_by="engine/test_jump_ahead.py::test_forced_tokens_count_behind_their_own_beginning_only",
-        unreached=True,
-    ),
+    Fault("H18", "a request gets drafts from the grammar of its slot's last owner")
+    .without("slot-begins-without-forced-tokens")
+    .unreached(_NO_FORCED, "runner/test_state.py::test_a_slot_begins_without_the_forced_tokens_of_its_last_owner"),
+    Fault("H19", "masks are made for other drafts than those of the step, so an answer leaves its grammar")
+    .without("forced-drafts-are-known-to-the-host", Never())
+    .unreached(_NO_FORCED, "engine/test_jump_ahead.py::test_forced_tokens_count_behind_their_own_beginning_only"),
 )
 
 _WARM_UP = "it runs before the engine serves; tests/attention/test_engine_in_interpreter.py runs it"

@@ -1,7 +1,17 @@
-"""Rows of the mutation tables: mutations, and rules without one."""
+"""Rows of the mutation tables: mutations, and rules without one.
+
+A row begins with what happens without the rule, then names the rule and the change that removes it:
+
+    Fault("H9", "a load that failed counts as good").without("failed-load-is-a-miss", Never(), needs={"failing_load"})
+
+`at` names the mark of the statement, if it is not the rule's name, because several rules share a statement; `also` has
+the changes of other statements, if several prevent the same fault, so that only the removal of all is detected. A row
+of a rule whose removal no schedule detects goes on with `.unseen(reason, test)`, or `.unreached(reason, test)`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -121,10 +131,10 @@ class Mutation:
     name         name of the rule
     hazard       key of `HAZARDS`: the fault that the rule prevents
     change       change of the marked statement; the default deletes the statement
-    at           mark of the statement, if it is not `name` (several rules may share a statement)
+    at           mark of the statement, if it is not `name`
     consequence  one sentence that says what happens without the rule
     needs        features that a workload needs to show the consequence; empty: requests share and reuse blocks
-    also         more changes, if two statements prevent the same fault, so that only the removal of both is detected
+    also         changes of other statements
     """
 
     name: str
@@ -139,6 +149,41 @@ class Mutation:
     def changes(self) -> tuple[Change, ...]:
         """All changes of the mutation, in order."""
         return (Change(self.at or self.name, self.change), *self.also)
+
+    def unseen(self, reason: str, noticed_by: str = "") -> Equivalent:
+        """The row of a rule whose removal no schedule detects: see `Equivalent`."""
+        return Equivalent(self, reason, noticed_by)
+
+    def unreached(self, reason: str, noticed_by: str) -> Equivalent:
+        """The row of a rule whose fault no schedule reaches: see `Equivalent`."""
+        return Equivalent(self, reason, noticed_by, unreached=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens without a rule, in one sentence, and its key in `HAZARDS`."""
+
+    hazard: str
+    consequence: str
+
+    def without(
+        self,
+        name: str,
+        change: Operator = _DELETE,
+        *also: Change,
+        at: str = "",
+        needs: Set[Feature] = frozenset(),
+    ) -> Mutation:
+        """The mutation that removes the rule of this name: see `Mutation`."""
+        return Mutation(
+            name=name,
+            hazard=self.hazard,
+            change=change,
+            at=at,
+            consequence=self.consequence,
+            needs=frozenset(needs),
+            also=also,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,179 +14,98 @@ from proof.mutations.operators import (
     Value,
 )
 from proof.mutations.reasons import GIVES_UP
-from proof.mutations.tables import Change, Equivalent, Exempt, Mutation
+from proof.mutations.tables import Change, Exempt, Fault
 
 _BALANCE = "it decides only whether a tier is read; tests/offload/test_costs.py covers it"
 _POLICY = "it decides only what a tier writes; tests/offload/test_write_policy.py covers it"
 
 MUTATIONS = (
-    Mutation(
-        name="forgotten-entries-are-deleted-at-close",
-        hazard="H22",
-        consequence="files of forgotten entries are left on disk, and the next start finds them again",
-        needs=frozenset({"disk", "reset"}),
+    Fault("H22", "files of forgotten entries are left on disk, and the next start finds them again").without(
+        "forgotten-entries-are-deleted-at-close", needs={"disk", "reset"}
     ),
     # ------------------------------------------------------------------ disk writes
-    Mutation(
-        name="disk-write-holds-its-slot",
-        hazard="H6",
-        change=SetArgument("share", 0, "[]"),
-        consequence="a slot is reused while a disk write still reads it",
-        needs=frozenset({"disk"}),
+    Fault("H6", "a slot is reused while a disk write still reads it").without(
+        "disk-write-holds-its-slot", SetArgument("share", 0, "[]"), needs={"disk"}
     ),
-    Mutation(
-        name="disk-write-counts-after-its-fence",
-        hazard="H6",
-        change=DropOperand("poll"),
-        consequence="a write's slot and grant are released while it still runs",
-        needs=frozenset({"disk"}),
+    Fault("H6", "a write's slot and grant are released while it still runs").without(
+        "disk-write-counts-after-its-fence", DropOperand("poll"), needs={"disk"}
     ),
-    Mutation(
-        name="failed-disk-write-leaves-no-entry",
-        hazard="H9",
-        change=Value("good or ticket.grant.victim is None"),
-        consequence="a block whose write failed counts as written",
-        needs=frozenset({"disk", "failing_tier"}),
-        also=(Change("entry-was-written", Rewrite("grant.written", "grant.written and grant.void")),),
+    Fault("H9", "a block whose write failed counts as written").without(
+        "failed-disk-write-leaves-no-entry",
+        Value("good or ticket.grant.victim is None"),
+        Change("entry-was-written", Rewrite("grant.written", "grant.written and grant.void")),
+        needs={"disk", "failing_tier"},
     ),
-    Mutation(
-        name="refused-disk-write-ends-its-grant",
-        hazard="H22",
-        consequence="a key whose write failed counts as being written forever",
-        needs=frozenset({"disk", "failing_tier"}),
+    Fault("H22", "a key whose write failed counts as being written forever").without(
+        "refused-disk-write-ends-its-grant", needs={"disk", "failing_tier"}
     ),
-    Mutation(
-        name="finished-disk-write-ends-its-grant",
-        hazard="H22",
-        consequence="entries written to disk are never found, and count as being written forever",
-        needs=frozenset({"disk"}),
+    Fault("H22", "entries written to disk are never found, and count as being written forever").without(
+        "finished-disk-write-ends-its-grant", needs={"disk"}
     ),
-    Mutation(
-        name="disk-write-releases-its-slot",
-        hazard="H22",
-        consequence="slots are never released after a disk write",
-        needs=frozenset({"disk"}),
+    Fault("H22", "slots are never released after a disk write").without("disk-write-releases-its-slot", needs={"disk"}),
+    Fault("H8", "a running write publishes a key that a reset is about to drop").without(
+        "disk-write-from-before-a-reset-publishes-nothing", DropOperand("_is_current"), needs={"disk", "reset"}
     ),
-    Mutation(
-        name="disk-write-from-before-a-reset-publishes-nothing",
-        hazard="H8",
-        change=DropOperand("_is_current"),
-        consequence="a running write publishes a key that a reset is about to drop",
-        needs=frozenset({"disk", "reset"}),
-    ),
-    Mutation(
-        name="failure-of-a-block-is-noted",
-        hazard="H9",
-        consequence="a block whose read or write failed counts as good, because others of its batch are",
-        needs=frozenset({"disk", "failing_tier"}),
+    Fault("H9", "a block whose read or write failed counts as good, because others of its batch are").without(
+        "failure-of-a-block-is-noted", needs={"disk", "failing_tier"}
     ),
     # ------------------------------------------------------------------ disk reads
-    Mutation(
-        name="disk-read-counts-after-its-fence",
-        hazard="H7",
-        change=Always(),
-        consequence="a block from disk is findable in the host tier before its bytes are complete",
-        needs=frozenset({"disk"}),
+    Fault("H7", "a block from disk is findable in the host tier before its bytes are complete").without(
+        "disk-read-counts-after-its-fence", Always(), needs={"disk"}
     ),
-    Mutation(
-        name="failed-disk-read-is-a-miss",
-        hazard="H9",
-        change=Value(
+    Fault("H9", "a read that failed, or found a damaged file, leaves a key for wrong bytes").without(
+        "failed-disk-read-is-a-miss",
+        Value(
             "self._context.log.ended(f'{self.name}-read', ticket.failure(), 1, ticket.submitted_s) "
             "or ticket.work.seconds == 0"
         ),
-        consequence="a read that failed, or found a damaged file, leaves a key for wrong bytes",
-        needs=frozenset({"disk", "failing_tier"}),
+        needs={"disk", "failing_tier"},
     ),
-    Mutation(
-        name="disk-read-from-before-a-reset-publishes-nothing",
-        hazard="H8",
-        change=DropOperand("_is_current"),
-        consequence="a running read republishes a key that a reset dropped",
-        needs=frozenset({"disk", "reset", "slow_tier"}),
+    Fault("H8", "a running read republishes a key that a reset dropped").without(
+        "disk-read-from-before-a-reset-publishes-nothing",
+        DropOperand("_is_current"),
+        needs={"disk", "reset", "slow_tier"},
     ),
-    Mutation(
-        name="disk-read-holds-its-slot-beyond-the-deadline",
-        hazard="H10",
-        at="promotion-releases-its-slots",
-        change=Append(
+    Fault("H10", "a read slower than its request's deadline writes into a slot that has a new owner").without(
+        "disk-read-holds-its-slot-beyond-the-deadline",
+        Append(
             "for key, read in waiter.reads.items():\n    if not read.taken_in:\n        read.taken_in = True\n        "
             "del self._io[read.tier].reads[key]\n        read.pin.release()\n        read.slot.release()"
         ),
-        consequence="a read slower than its request's deadline writes into a slot that has a new owner",
-        needs=frozenset({"disk", "slow_tier"}),
+        at="promotion-releases-its-slots",
+        needs={"disk", "slow_tier"},
     ),
-    Mutation(
-        name="disk-read-ends-its-pin",
-        hazard="H22",
-        consequence="an entry that was read once can never be evicted",
-        needs=frozenset({"disk"}),
+    Fault("H22", "an entry that was read once can never be evicted").without("disk-read-ends-its-pin", needs={"disk"}),
+    Fault("H22", "slots are never released after a disk read").without("disk-read-releases-its-slot", needs={"disk"}),
+    Fault("H22", "slots held for a request that waited for the disk are never released").without(
+        "promotion-releases-its-slots", needs={"disk"}
     ),
-    Mutation(
-        name="disk-read-releases-its-slot",
-        hazard="H22",
-        consequence="slots are never released after a disk read",
-        needs=frozenset({"disk"}),
-    ),
-    Mutation(
-        name="promotion-releases-its-slots",
-        hazard="H22",
-        consequence="slots held for a request that waited for the disk are never released",
-        needs=frozenset({"disk"}),
-    ),
-    Mutation(
-        name="ended-promotion-is-reported",
-        hazard="H26",
-        consequence="a request waits forever for blocks that were read from disk",
-        needs=frozenset({"disk"}),
+    Fault("H26", "a request waits forever for blocks that were read from disk").without(
+        "ended-promotion-is-reported", needs={"disk"}
     ),
     # ------------------------------------------------------------------ resets
-    Mutation(
-        name="transfers-check-the-generation",
-        hazard="H8",
-        change=Compare("<="),
-        consequence="running transfers republish keys that a reset dropped",
-        needs=frozenset({"offload", "reset"}),
+    Fault("H8", "running transfers republish keys that a reset dropped").without(
+        "transfers-check-the-generation", Compare("<="), needs={"offload", "reset"}
     ),
-    Mutation(
-        name="reset-begins-a-generation",
-        hazard="H8",
-        change=Become("self._worker.forgotten -= 1"),
-        consequence="transfers submitted before a reset cannot be distinguished from those submitted after it",
-        needs=frozenset({"offload", "reset"}),
+    Fault("H8", "transfers submitted before a reset cannot be distinguished from those submitted after it").without(
+        "reset-begins-a-generation", Become("self._worker.forgotten -= 1"), needs={"offload", "reset"}
     ),
-    Mutation(
-        name="store-has-the-generation-of-its-submission",
-        hazard="H8",
-        change=SetArgument("submit", 2, "self._switches.generation"),
-        consequence="a store submitted before a reset and started after it counts as submitted after it",
-        needs=frozenset({"offload", "reset"}),
+    Fault("H8", "a store submitted before a reset and started after it counts as submitted after it").without(
+        "store-has-the-generation-of-its-submission",
+        SetArgument("submit", 2, "self._switches.generation"),
+        needs={"offload", "reset"},
     ),
-    Mutation(
-        name="reset-drops-keys-of-the-host-tier",
-        hazard="H8",
-        consequence="blocks in the host tier are found after a reset",
-        needs=frozenset({"offload", "reset"}),
+    Fault("H8", "blocks in the host tier are found after a reset").without(
+        "reset-drops-keys-of-the-host-tier", needs={"offload", "reset"}
     ),
-    Mutation(
-        name="reset-drops-keys-of-the-disk",
-        hazard="H8",
-        consequence="blocks on disk are found after a reset",
-        needs=frozenset({"disk", "reset"}),
+    Fault("H8", "blocks on disk are found after a reset").without(
+        "reset-drops-keys-of-the-disk", needs={"disk", "reset"}
     ),
-    Mutation(
-        name="reset-waits-for-the-tiers",
-        hazard="H8",
-        change=Value("True"),
-        consequence="blocks from before a reset are found in a tier after the reset has ended",
-        needs=frozenset({"offload", "reset"}),
+    Fault("H8", "blocks from before a reset are found in a tier after the reset has ended").without(
+        "reset-waits-for-the-tiers", Value("True"), needs={"offload", "reset"}
     ),
-    Mutation(
-        name="reset-that-failed-says-so",
-        hazard="H8",
-        change=Never(),
-        consequence="a reset counts as done although the tiers still hold blocks, because transfers have failed",
-        needs=frozenset({"device_loss", "offload", "reset"}),
+    Fault("H8", "a reset counts as done although the tiers still hold blocks, because transfers have failed").without(
+        "reset-that-failed-says-so", Never(), needs={"device_loss", "offload", "reset"}
     ),
 )
 
@@ -194,114 +113,56 @@ _ONE_DISK = "no schedule has two directories"
 _MISS = "the blocks are then a miss, and are recomputed"
 
 EQUIVALENT = (
-    Equivalent(
-        Mutation(
-            name="block-is-in-one-tier-of-a-kind",
-            hazard="H22",
-            change=Always(),
-            consequence="a block takes room in several directories of the disk tier",
-        ),
-        _ONE_DISK,
-        noticed_by="offload/test_disk_directories.py::test_blocks_are_divided_and_each_is_in_one_directory",
-        unreached=True,
-    ),
-    Equivalent(
-        Mutation(
-            name="tier-that-fails-is-passed-over",
-            hazard="H26",
-            change=Value("self._members"),
-            consequence="blocks are not written while one of several directories is full or broken",
-        ),
-        _ONE_DISK,
-        noticed_by="offload/test_disk_directories.py::test_a_directory_that_fails_is_passed_over",
-        unreached=True,
-    ),
-    Equivalent(
-        Mutation(
-            name="invalidated-blocks-leave-the-disk",
-            hazard="H9",
-            consequence="blocks stored by a request with wrong KV are found on disk",
-            needs=frozenset({"bad_logits"}),
-        ),
+    Fault("H22", "a block takes room in several directories of the disk tier")
+    .without("block-is-in-one-tier-of-a-kind", Always())
+    .unreached(_ONE_DISK, "offload/test_disk_directories.py::test_blocks_are_divided_and_each_is_in_one_directory"),
+    Fault("H26", "blocks are not written while one of several directories is full or broken")
+    .without("tier-that-fails-is-passed-over", Value("self._members"))
+    .unreached(_ONE_DISK, "offload/test_disk_directories.py::test_a_directory_that_fails_is_passed_over"),
+    Fault("H9", "blocks stored by a request with wrong KV are found on disk")
+    .without("invalidated-blocks-leave-the-disk", needs={"bad_logits"})
+    .unreached(
         "the injected fault changes only logits: the KV of earlier chunks is right, so its reuse cannot be detected",
-        noticed_by="offload/test_disk_transfers.py::test_forget_removes_only_its_keys_in_tiers_and_in_flight",
-        unreached=True,
+        "offload/test_disk_transfers.py::test_forget_removes_only_its_keys_in_tiers_and_in_flight",
     ),
-    Equivalent(
-        Mutation(
-            name="disk-read-waits-on-its-stream",
-            hazard="H2",
-            consequence="a disk read does not wait for the last use of its slot",
-            needs=frozenset({"disk"}),
-        ),
-        "a slot is released only after the host has seen its last use end",
+    Fault("H2", "a disk read does not wait for the last use of its slot")
+    .without("disk-read-waits-on-its-stream", needs={"disk"})
+    .unseen("a slot is released only after the host has seen its last use end"),
+    Fault("H11", "one promotion evicts blocks that another one needs")
+    .without(
+        "loads-come-before-promotions", Value("[(plan, self._host.pool.share([])) for plan in plans]"), needs={"disk"}
+    )
+    .unseen(_MISS, "offload/test_disk_transfers.py::test_a_promotion_does_not_evict_its_own_blocks_from_host_memory"),
+    Fault("H26", "a block read from disk is evicted before its request is admitted")
+    .without("promoted-block-is-held-for-its-request", needs={"disk"})
+    .unseen(
+        _MISS, "offload/test_disk_transfers.py::test_a_promoted_block_is_not_evicted_before_the_whole_promotion_ends"
     ),
-    Equivalent(
-        Mutation(
-            name="loads-come-before-promotions",
-            hazard="H11",
-            change=Value("[(plan, self._host.pool.share([])) for plan in plans]"),
-            consequence="one promotion evicts blocks that another one needs",
-            needs=frozenset({"disk"}),
-        ),
-        _MISS,
-        noticed_by="offload/test_disk_transfers.py::test_a_promotion_does_not_evict_its_own_blocks_from_host_memory",
-    ),
-    Equivalent(
-        Mutation(
-            name="promoted-block-is-held-for-its-request",
-            hazard="H26",
-            consequence="a block read from disk is evicted before its request is admitted",
-            needs=frozenset({"disk"}),
-        ),
-        _MISS,
-        noticed_by="offload/test_disk_transfers.py::test_a_promoted_block_is_not_evicted_before_the_whole_promotion_ends",
-    ),
-    Equivalent(
-        Mutation(
-            name="kept-slots-are-held",
-            hazard="H26",
-            change=SetArgument("lease", 0, "()"),
-            consequence="the part of a run in the host tier is evicted while the rest is read from disk",
-            needs=frozenset({"disk"}),
-        ),
-        _MISS,
-        noticed_by="offload/test_disk_transfers.py::test_a_promotion_does_not_evict_its_own_blocks_from_host_memory",
-    ),
-    Equivalent(
-        Mutation(
-            name="damaged-entry-is-dropped",
-            hazard="H9",
-            consequence="an unreadable entry is read again and again",
-            needs=frozenset({"disk", "failing_tier"}),
-        ),
+    Fault("H26", "the part of a run in the host tier is evicted while the rest is read from disk")
+    .without("kept-slots-are-held", SetArgument("lease", 0, "()"), needs={"disk"})
+    .unseen(_MISS, "offload/test_disk_transfers.py::test_a_promotion_does_not_evict_its_own_blocks_from_host_memory"),
+    Fault("H9", "an unreadable entry is read again and again")
+    .without("damaged-entry-is-dropped", needs={"disk", "failing_tier"})
+    .unseen(
         "every read is verified and becomes a miss, and a request tries at most twice",
-        noticed_by="offload/test_disk_transfers.py::test_a_damaged_disk_entry_is_a_miss_and_is_dropped",
+        "offload/test_disk_transfers.py::test_a_damaged_disk_entry_is_a_miss_and_is_dropped",
     ),
-    Equivalent(
-        Mutation(
-            name="promotion-has-a-deadline",
-            hazard="H26",
-            change=DropOperand("deadline_s"),
-            consequence="a request waits for the disk without a bound",
-            needs=frozenset({"disk", "slow_tier"}),
-        ),
+    Fault("H26", "a request waits for the disk without a bound")
+    .without("promotion-has-a-deadline", DropOperand("deadline_s"), needs={"disk", "slow_tier"})
+    .unreached(
         "in a schedule, slow disk operations end; tests/engine/test_offload.py has a disk that never answers",
-        noticed_by="offload/test_disk_transfers.py::test_a_late_read_keeps_its_slot_past_the_deadline_and_is_published",
-        unreached=True,
+        "offload/test_disk_transfers.py::test_a_late_read_keeps_its_slot_past_the_deadline_and_is_published",
     ),
-    Equivalent(
-        Mutation(
-            name="disk-read-has-the-generation-of-its-submission",
-            hazard="H8",
-            change=SetArgument("submit", 1, "self._switches.generation"),
-            consequence="a read submitted before a reset and started after it counts as submitted after it",
-            needs=frozenset({"disk", "reset"}),
-        ),
-        "the fault needs an offload worker that does not run between the submission of a read and a reset, and a "
-        "request that learns of the reset first",
-        noticed_by="offload/test_worker.py::test_transfers_submitted_before_a_reset_and_begun_after_it_publish_nothing",
-        unreached=True,
+    Fault("H8", "a read submitted before a reset and started after it counts as submitted after it")
+    .without(
+        "disk-read-has-the-generation-of-its-submission",
+        SetArgument("submit", 1, "self._switches.generation"),
+        needs={"disk", "reset"},
+    )
+    .unreached(
+        "the fault needs an offload worker that does not run between the submission of a read and a "
+        "reset, and a request that learns of the reset first",
+        "offload/test_worker.py::test_transfers_submitted_before_a_reset_and_begun_after_it_publish_nothing",
     ),
 )
 
