@@ -136,7 +136,7 @@ def _times(
         generation_config="none",
     )
     try:
-        rig = Rig(llm.engine, vocab_size=SHAPES[shape][1]["vocab_size"], end=llm.close, on_progress=tell)
+        rig = Rig(llm.engine, vocab_size=SHAPES[shape]["vocab_size"], end=llm.close, on_progress=tell)
     except BaseException:
         llm.close()
         raise

@@ -13,18 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV2Config,
-    DeepseekV3Config,
-    Gemma3TextConfig,
-    Glm4MoeLiteConfig,
-    GptOssConfig,
-    LlamaConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from sidestream.errors import ConfigError
@@ -36,7 +25,6 @@ from sidestream_kv.config import unknown_name
 from sidestream_kv.device.kinds import on_gpu
 from sidestream_kv.kv.layout import KVLayout
 
-_QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960}
 _FILE_BYTES = 4 * 10**9
 # This file is written last. A directory without it is incomplete.
 _MARK = "random-weights.json"
@@ -50,231 +38,121 @@ _TOKENIZER_FILES = (
     "*.model",
 )
 
-_PLAIN: Mapping[str, tuple[type[Any], Mapping[str, Any]]] = {
-    "qwen3-8b": (
-        Qwen3Config,
-        {**_QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
-    ),
-    "qwen3-0.6b": (
-        Qwen3Config,
-        {
-            **_QWEN3,
-            "hidden_size": 1024,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "tie_word_embeddings": True,
-        },
-    ),
+
+def _shape(kind: str, layers: int, hidden: int, inner: int, heads: tuple[int, int], **more: Any) -> Mapping[str, Any]:
+    """Fields of a config: kind of model, number of layers, sizes of a token's state and of the MLP, numbers of query
+    heads and of KV heads.
+    """
+    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": inner}
+    sizes |= {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
+    return {"model_type": kind, **sizes, **more}
+
+
+def _config_of(shape: str) -> PreTrainedConfig:
+    fields = {"tie_word_embeddings": False, **SHAPES[shape]}
+    return CONFIG_MAPPING[fields.pop("model_type")](**fields)
+
+
+_QWEN3 = {"vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960}
+_LLAMA3 = {"vocab_size": 128256, "max_position_embeddings": 131072}
+_TINY = {"vocab_size": 512, "head_dim": 16, "max_position_embeddings": 1024}
+_LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+_GROUPED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+_DELTA = {
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_PLAIN: Mapping[str, Mapping[str, Any]] = {
+    "qwen3-8b": _shape("qwen3", 36, 4096, 12288, (32, 8), **_QWEN3),
+    "qwen3-0.6b": _shape("qwen3", 28, 1024, 3072, (16, 8), **_QWEN3, tie_word_embeddings=True),
     # Like Qwen3-Next without experts: one layer in four has attention, the others a gated delta rule.
-    "qwen3.5-9b": (Qwen3_5TextConfig, {"max_position_embeddings": 40960}),
-    "tiny-hybrid": (
-        Qwen3_5TextConfig,
-        {
-            "vocab_size": 512,
-            "head_dim": 16,
-            "num_key_value_heads": 1,
-            "max_position_embeddings": 1024,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 2,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-        },
-    ),
-    "qwen3-32b": (
-        Qwen3Config,
-        {**_QWEN3, "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64},
-    ),
+    "qwen3.5-9b": {"model_type": "qwen3_5_text", "max_position_embeddings": 40960},
+    "tiny-hybrid": _shape("qwen3_5_text", 4, 64, 96, (2, 1), **_TINY, **_DELTA),
+    "qwen3-32b": _shape("qwen3", 64, 5120, 25600, (64, 8), **_QWEN3),
     # Three quarters of its layers, because all of them do not fit one GPU of 80 GB with KV and captured graphs.
-    "qwen3-32b-48-layers": (
-        Qwen3Config,
-        {**_QWEN3, "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 48, "num_attention_heads": 64},
-    ),
+    "qwen3-32b-48-layers": _shape("qwen3", 48, 5120, 25600, (64, 8), **_QWEN3),
     # One layer in six attends to all tokens, the others to the last 1,024.
-    "gemma3-4b": (
-        Gemma3TextConfig,
-        {
-            "vocab_size": 262208,
-            "head_dim": 256,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 40960,
-            "hidden_size": 2560,
-            "intermediate_size": 10240,
-            "num_hidden_layers": 34,
-            "num_attention_heads": 8,
-            "sliding_window": 1024,
-            "tie_word_embeddings": True,
-        },
+    "gemma3-4b": _shape(
+        "gemma3_text",
+        34,
+        2560,
+        10240,
+        (8, 4),
+        vocab_size=262208,
+        head_dim=256,
+        max_position_embeddings=40960,
+        sliding_window=1024,
+        tie_word_embeddings=True,
     ),
     # One layer in two attends to the last 128 tokens; 4 of 32 experts for each token.
-    "gpt-oss-20b": (
-        GptOssConfig,
-        {
-            "vocab_size": 201088,
-            "head_dim": 64,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 40960,
-            "hidden_size": 2880,
-            "intermediate_size": 2880,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 64,
-            "num_local_experts": 32,
-            "num_experts_per_tok": 4,
-            "sliding_window": 128,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 150_000.0},
-        },
+    "gpt-oss-20b": _shape(
+        "gpt_oss",
+        24,
+        2880,
+        2880,
+        (64, 8),
+        vocab_size=201088,
+        head_dim=64,
+        max_position_embeddings=40960,
+        num_local_experts=32,
+        num_experts_per_tok=4,
+        sliding_window=128,
+        rope_parameters={"rope_type": "default", "rope_theta": 150_000.0},
     ),
     # 8 of 128 experts for each token.
-    "qwen3-30b-a3b": (
-        Qwen3MoeConfig,
-        {
-            "vocab_size": 151936,
-            "head_dim": 128,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 40960,
-            "hidden_size": 2048,
-            "moe_intermediate_size": 768,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 32,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-        },
+    "qwen3-30b-a3b": _shape(
+        "qwen3_moe",
+        48,
+        2048,
+        6144,
+        (32, 4),
+        **_QWEN3,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
     ),
     # Latent attention; 4 of 64 experts for each token.
-    "glm-4.7-flash": (Glm4MoeLiteConfig, {"max_position_embeddings": 40960}),
+    "glm-4.7-flash": {"model_type": "glm4_moe_lite", "max_position_embeddings": 40960},
     # Latent attention; 6 of 64 experts for each token.
-    "deepseek-v2-lite": (
-        DeepseekV2Config,
-        {
-            "q_lora_rank": None,
-            "max_position_embeddings": 40960,
-            "hidden_size": 2048,
-            "intermediate_size": 10944,
-            "moe_intermediate_size": 1408,
-            "num_hidden_layers": 27,
-            "num_attention_heads": 16,
-            "num_experts_per_tok": 6,
-            "first_k_dense_replace": 1,
-        },
+    "deepseek-v2-lite": _shape(
+        "deepseek_v2",
+        27,
+        2048,
+        10944,
+        (16, 16),
+        q_lora_rank=None,
+        max_position_embeddings=40960,
+        moe_intermediate_size=1408,
+        num_experts_per_tok=6,
+        first_k_dense_replace=1,
     ),
-    "tiny-latent": (
-        DeepseekV3Config,
-        {
-            "vocab_size": 512,
-            "max_position_embeddings": 1024,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "moe_intermediate_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 2,
-            "n_group": 2,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "q_lora_rank": 32,
-            "kv_lora_rank": 32,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 16,
-            "v_head_dim": 16,
-        },
+    "tiny-latent": _shape(
+        "deepseek_v3",
+        2,
+        64,
+        96,
+        (4, 4),
+        **_LATENT,
+        **_GROUPED,
+        vocab_size=512,
+        max_position_embeddings=1024,
+        moe_intermediate_size=32,
     ),
-    "tiny-windows": (
-        Gemma3TextConfig,
-        {
-            "vocab_size": 512,
-            "head_dim": 16,
-            "num_key_value_heads": 1,
-            "max_position_embeddings": 1024,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 6,
-            "num_attention_heads": 2,
-            "sliding_window": 32,
-        },
-    ),
-    "tiny-two-heads": (
-        Qwen3Config,
-        {
-            "vocab_size": 512,
-            "head_dim": 16,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 1024,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-        },
-    ),
-    "tiny": (
-        Qwen3Config,
-        {
-            "vocab_size": 512,
-            "head_dim": 16,
-            "num_key_value_heads": 1,
-            "max_position_embeddings": 1024,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-        },
-    ),
-    "tiny-eight-heads": (
-        LlamaConfig,
-        {
-            "vocab_size": 512,
-            "head_dim": 16,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 1024,
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 8,
-        },
-    ),
-    "llama-3.1-70b": (
-        LlamaConfig,
-        {
-            "vocab_size": 128256,
-            "head_dim": 128,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "hidden_size": 8192,
-            "intermediate_size": 28672,
-            "num_hidden_layers": 80,
-            "num_attention_heads": 64,
-        },
-    ),
-    "llama-3.2-1b": (
-        LlamaConfig,
-        {
-            "vocab_size": 128256,
-            "head_dim": 64,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-            "tie_word_embeddings": True,
-        },
-    ),
+    "tiny-windows": _shape("gemma3_text", 6, 64, 96, (2, 1), **_TINY, sliding_window=32),
+    "tiny-two-heads": _shape("qwen3", 2, 64, 96, (4, 2), **_TINY),
+    "tiny": _shape("qwen3", 2, 64, 96, (2, 1), **_TINY),
+    "tiny-eight-heads": _shape("llama", 2, 128, 256, (8, 8), **_TINY),
+    "llama-3.1-70b": _shape("llama", 80, 8192, 28672, (64, 8), **_LLAMA3, head_dim=128),
+    "llama-3.2-1b": _shape("llama", 16, 2048, 8192, (32, 8), **_LLAMA3, head_dim=64, tie_word_embeddings=True),
 }
-SHAPES: Mapping[str, tuple[type[Any], Mapping[str, Any]]] = {
+_ROUNDED = ("qwen3-8b", "llama-3.1-70b", "tiny-eight-heads")
+SHAPES: Mapping[str, Mapping[str, Any]] = {
     **_PLAIN,
-    "qwen3-8b-fp8": _PLAIN["qwen3-8b"],
-    "qwen3-8b-fp8-blocks": _PLAIN["qwen3-8b"],
-    "llama-3.1-70b-fp8": _PLAIN["llama-3.1-70b"],
-    "llama-3.1-70b-fp8-blocks": _PLAIN["llama-3.1-70b"],
-    "tiny-eight-heads-fp8": _PLAIN["tiny-eight-heads"],
-    "tiny-eight-heads-fp8-blocks": _PLAIN["tiny-eight-heads"],
+    **{f"{shape}-fp8{suffix}": _PLAIN[shape] for shape in _ROUNDED for suffix in ("", "-blocks")},
 }
-"""Shapes by name: class and fields of the config. All other fields have the defaults of the class."""
+"""Shapes by name: kind and fields of the config. All other fields have the defaults of the kind."""
 _IN_BLOCKS = {shape: shape.endswith("blocks") for shape in SHAPES if "-fp8" in shape}
 """Shapes with projections in 8-bit floats, and whether their scales are those of blocks."""
 
@@ -302,8 +180,7 @@ def random_model(shape: str, *, device: torch.device, block_tokens: int = 16, se
 
 def random_layout(shape: str, *, block_tokens: int = 16) -> KVLayout:
     """The layout of the KV of `random_model`, which this does not make."""
-    kind, fields = SHAPES[shape]
-    config = kind(**{"tie_word_embeddings": False, **fields})
+    config = _config_of(shape)
     parts = parts_of(config, dtype="bfloat16", block_tokens=block_tokens)
     return replace(parts.kv, windows=_windows_of(config))
 
@@ -330,8 +207,7 @@ def random_module(
     """
     if shape not in SHAPES:
         raise ConfigError(unknown_name("shape", shape, tuple(SHAPES)))
-    kind, fields = SHAPES[shape]
-    config = kind(**{"tie_word_embeddings": False, **fields})
+    config = _config_of(shape)
     if layers is not None:
         if not 1 <= layers <= config.num_hidden_layers:
             raise ConfigError(f"--layers is {layers}: give 1 to {config.num_hidden_layers}, which {shape} has")
@@ -398,14 +274,9 @@ def _save_in_parts(
             f"the weights take {needed / 1e9:.0f} GB, and {directory} has {free / 1e9:.0f} GB free: set TMPDIR to a "
             "larger disk, or choose a shape with -fp8"
         )
-    scale, quantisation = (
-        ("weight_scale_inv", {"quant_method": "fp8", "weight_block_size": [128, 128]})
-        if blocks
-        else (
-            "weight_scale",
-            {"quant_method": "fbgemm_fp8"},
-        )
-    )
+    scale, quantisation = "weight_scale", dict[str, Any](quant_method="fbgemm_fp8")
+    if blocks:
+        scale, quantisation = "weight_scale_inv", {"quant_method": "fp8", "weight_block_size": [128, 128]}
     generator, files, held, num_bytes = torch.Generator(device).manual_seed(seed), dict[str, str](), {}, 0
     names = [name for name, _ in module.named_parameters()]
     for name in names:
