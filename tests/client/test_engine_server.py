@@ -24,6 +24,7 @@ from sidestream.errors import ConfigError, EngineStopped, QueueFull, RaceError
 from sidestream.processes import frames
 from sidestream.processes.frames import FrameEncoder
 from sidestream.version import VERSION
+from sidestream_kv.metrics import MetricsSnapshot
 
 PROMPT = prompts(71, 1, longest=12)[0]
 OTHER = [5, 6, 7]
@@ -440,7 +441,7 @@ def test_an_engine_that_does_not_answer_is_stalled_and_shows_its_last_metrics(mo
 
     def answer() -> None:
         for message in decoder.feed(engine.recv(1 << 16)):
-            snapshot = messages.Snapshot({"steps_total": [((), 7.0)]}, {})
+            snapshot = MetricsSnapshot({"steps_total": {(): 7.0}}, {})
             engine.sendall(
                 encoder.encode(message if isinstance(message, messages.Ping) else messages.Reply(1, snapshot=snapshot))
             )

@@ -16,6 +16,8 @@ from sidestream.config import CacheOptions, ReasoningMarks, SamplingDefaults, Sa
 from sidestream.errors import EngineStopped, InvariantError, RequestError, SidestreamError
 from sidestream.processes import frames
 from sidestream.processes.frames import FrameDecoder, FrameEncoder
+from sidestream_kv.metrics import MetricsSnapshot
+from sidestream_kv.metrics.counters import HistogramValue
 
 # Every field differs from its default.
 PARAMS = SamplingParams(
@@ -53,7 +55,9 @@ PARAMS = SamplingParams(
 DEFAULTS = SamplingDefaults({"temperature": 0.5, "top_k": 20})
 SIZES = (2048, 4096, 16, 32000, 64)
 FACTS = messages.EngineInfo("1.2.3", "/models/whale", "whale", *SIZES, b"\0" * 16, 1, DEFAULTS, 120.0, 4321)
-SNAPSHOT = messages.Snapshot({"requests_total": [(("stop",), 2.0)]}, {"ttft_seconds": [((), ([0, 1], 0.25, 1))]})
+SNAPSHOT = MetricsSnapshot(
+    {"requests_total": {("stop",): 2.0}}, {"ttft_seconds": {(): HistogramValue([0, 1], 0.25, 1)}}
+)
 DETAIL = messages.OutputDetail(
     (3, 4),
     ((3, -0.5, ((3, -0.5), (8, -1.5))), (4, 0.0, ())),

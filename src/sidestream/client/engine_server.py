@@ -35,7 +35,6 @@ from sidestream.client.messages import (
     Ping,
     Rejected,
     Reply,
-    Snapshot,
     Status,
     Submit,
     ToClient,
@@ -49,7 +48,6 @@ from sidestream.schedule.limits import CheckedRequest
 from sidestream.types import Delta, Health
 from sidestream.version import VERSION
 from sidestream_kv.kv.keys import KEY_BYTES
-from sidestream_kv.metrics import MetricsSnapshot
 from sidestream_kv.types import RequestId
 
 log = logging.getLogger(__name__)
@@ -229,16 +227,6 @@ def _detail(delta: Delta) -> OutputDetail:
         delta.error,
         tuple((one.token_id, one.logprob, one.top, one.rank) for one in delta.prompt_logprobs),
         delta.queue_s,
-    )
-
-
-def _snapshot(metrics: MetricsSnapshot) -> Snapshot:
-    return Snapshot(
-        {name: list(series.items()) for name, series in metrics.values.items()},
-        {
-            name: [(labels, (one.counts, one.total, one.count)) for labels, one in series.items()]
-            for name, series in metrics.histograms.items()
-        },
     )
 
 
@@ -433,7 +421,7 @@ class EngineServer:
             case Abort():
                 front_end.abort(message)
             case Call(number, "metrics"):
-                front_end.send(Reply(number, snapshot=_snapshot(self._engine.parts.metrics.snapshot())))
+                front_end.send(Reply(number, snapshot=self._engine.parts.metrics.snapshot()))
             case Call(number, "timeline"):
                 front_end.send(Reply(number, timeline=self._engine.recent_spans(message.since)))
             case Call(method="flush" | "reset_prefix_cache" | "drop_prefix"):

@@ -15,7 +15,7 @@ from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.errors import RequestError, SidestreamError
 from sidestream.processes.frames import FrameDecoder
 from sidestream.types import CachedPrefix, CacheExplanation, PrefixQuery
-from sidestream_kv.metrics import Recent
+from sidestream_kv.metrics import MetricsSnapshot, Recent
 
 
 class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -222,15 +222,6 @@ class Status(msgspec.Struct, frozen=True, tag=True, array_like=True):
     paused: bool = False
 
 
-class Snapshot(msgspec.Struct, frozen=True, array_like=True):
-    """All metrics by name: labels and value of each series. The value of a histogram is its counts per bucket, its sum
-    and its number of observations.
-    """
-
-    values: dict[str, list[tuple[tuple[str, ...], float]]]
-    histograms: dict[str, list[tuple[tuple[str, ...], tuple[list[int], float, int]]]]
-
-
 class Reply(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The answer to a `Call`, or to `Close` (number 0).
 
@@ -240,7 +231,7 @@ class Reply(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     number: int
     failure: Failure | None = None
-    snapshot: Snapshot | None = None
+    snapshot: MetricsSnapshot | None = None
     counts: dict[str, int] = msgspec.field(default_factory=dict)
     explanation: CacheExplanation | None = None
     timeline: Recent | None = None

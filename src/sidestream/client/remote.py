@@ -30,7 +30,6 @@ from sidestream.client.messages import (
     Ping,
     Rejected,
     Reply,
-    Snapshot,
     Status,
     Submit,
     ToEngine,
@@ -46,7 +45,6 @@ from sidestream.types import CachedPrefix, CachedTokens, CacheExplanation, Delta
 from sidestream.version import VERSION
 from sidestream_kv.kv.keys import BlockKeys
 from sidestream_kv.metrics import MetricsSnapshot, Recent
-from sidestream_kv.metrics.counters import HistogramValue
 from sidestream_kv.types import Key
 
 _READ_BYTES = 1 << 16
@@ -103,7 +101,7 @@ class RemoteClient:
         self._health = Health("ok", "")
         self._closed = False
         self._pulse = Pulse(lambda: self._send(Ping()))
-        self._known_metrics: tuple[float, Snapshot] | None = None  # when they came
+        self._known_metrics: tuple[float, MetricsSnapshot] | None = None  # when they came
 
     @classmethod
     def connect(cls, connection: socket.socket, *, why_gone: Callable[[], str] | None = None) -> RemoteClient:
@@ -203,7 +201,7 @@ class RemoteClient:
     async def metrics_snapshot(self) -> MetricsSnapshot:
         """A copy of all values or, if none come within `_METRICS_S`, the last known ones. Raises EngineStopped."""
         reply = await _in_time(self, "metrics")
-        return _last_known(self._known_metrics) if reply.snapshot is None else _metrics(reply.snapshot)
+        return reply.snapshot or _last_known(self._known_metrics)
 
     async def recent_spans(self, since: int) -> Recent:
         """The newest spans or, if none come within `_METRICS_S`, none. Raises EngineStopped."""
@@ -446,23 +444,13 @@ def _delta_of(stream: _Stream, detail: OutputDetail) -> Delta:
     )
 
 
-def _metrics(snapshot: Snapshot) -> MetricsSnapshot:
-    return MetricsSnapshot(
-        {name: dict(series) for name, series in snapshot.values.items()},
-        {
-            name: {labels: HistogramValue(counts, total, count) for labels, (counts, total, count) in series}
-            for name, series in snapshot.histograms.items()
-        },
-    )
-
-
-def _last_known(known: tuple[float, Snapshot] | None) -> MetricsSnapshot:
+def _last_known(known: tuple[float, MetricsSnapshot] | None) -> MetricsSnapshot:
     """The metrics that came last, with their age as a gauge."""
     if known is None:
         raise EngineStopped("the engine's process does not answer, and has sent no metrics yet")
     came_s, snapshot = known
-    age: list[tuple[tuple[str, ...], float]] = [((), time.monotonic() - came_s)]
-    return _metrics(Snapshot({**snapshot.values, "metrics_age_seconds": age}, snapshot.histograms))
+    age: dict[tuple[str, ...], float] = {(): time.monotonic() - came_s}
+    return MetricsSnapshot({**snapshot.values, "metrics_age_seconds": age}, snapshot.histograms)
 
 
 def _bounds(info: EngineInfo) -> Bounds:
