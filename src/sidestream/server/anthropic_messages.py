@@ -10,11 +10,11 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import FailFast, Field
 from starlette.types import Send
 
 from sidestream.formats import AnswerFormat, AnswerParser, Arguments, CallBegun, Content, Event, Reasoning
-from sidestream.server.body import EVENT_STREAM, parse_object, to_json
+from sidestream.server.body import EVENT_STREAM, Strict, parse_object, to_json
 from sidestream.server.cache_marks import CacheControl, Cut, created, marks_of
 from sidestream.server.errors import ApiError, bad_request
 from sidestream.server.fields import Body, Call, Served, chat_call, checked
@@ -38,42 +38,38 @@ _NAMES = {"stop": "stop_sequences", "thinking_token_budget": "thinking.budget_to
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
-class _Thinking(_Strict):
+class _Thinking(Strict):
     type: Literal["enabled", "adaptive", "disabled"] = "disabled"
     budget_tokens: int | None = None
     display: Literal["summarized", "omitted"] = "summarized"
 
 
-class _ToolChoice(_Strict):
+class _ToolChoice(Strict):
     type: Literal["auto", "none", "any", "tool"] = "auto"
     name: str = ""
     disable_parallel_tool_use: bool = False
 
 
-class _OutputFormat(_Strict):
+class _OutputFormat(Strict):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class _OutputConfig(_Strict):
+class _OutputConfig(Strict):
     format: _OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
-class _Request(_Strict):
+class _Request(Strict):
     """The fields with their types. `chat_call` checks ranges."""
 
     model: str
     messages: _Objects
     max_tokens: int | None = None
     system: Any = ""
-    tools: _Objects = []
+    tools: _Objects = Field(default=[])
     tool_choice: _ToolChoice = _ToolChoice()
-    stop_sequences: Annotated[list[str], FailFast()] = []
+    stop_sequences: Annotated[list[str], FailFast()] = Field(default=[])
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -85,41 +81,41 @@ class _Request(_Strict):
     explain_cache: bool = False
 
 
-class _Tool(_Strict):
+class _Tool(Strict):
     name: str
     description: str = ""
     input_schema: dict[str, Any] = Field(serialization_alias="parameters")
     strict: bool = False
 
 
-class _Message(_Strict):
+class _Message(Strict):
     role: Literal["user", "assistant"]
     content: Any
 
 
-class _TextBlock(_Strict):
+class _TextBlock(Strict):
     text: str
 
 
-class _ThinkingBlock(_Strict):
+class _ThinkingBlock(Strict):
     thinking: str
     signature: str = ""
 
 
-class _ToolUse(_Strict):
+class _ToolUse(Strict):
     id: str
     name: str
     input: dict[str, Any]
 
 
-class _ToolResult(_Strict):
+class _ToolResult(Strict):
     tool_use_id: str
     content: Any = ""
     is_error: bool = False
 
 
-_TEXT_ONLY: dict[str, type[_Strict]] = {"text": _TextBlock}
-_BLOCKS: dict[str, dict[str, type[_Strict]]] = {
+_TEXT_ONLY: dict[str, type[Strict]] = {"text": _TextBlock}
+_BLOCKS: dict[str, dict[str, type[Strict]]] = {
     "user": {**_TEXT_ONLY, "tool_result": _ToolResult},
     "assistant": {**_TEXT_ONLY, "thinking": _ThinkingBlock, "tool_use": _ToolUse},
 }
@@ -242,7 +238,7 @@ def _assistant(blocks: list[Any]) -> Json:
     }
 
 
-def _blocks(content: Any, kinds: Mapping[str, type[_Strict]], where: str) -> list[Any]:
+def _blocks(content: Any, kinds: Mapping[str, type[Strict]], where: str) -> list[Any]:
     """The blocks of a content, each of one of these kinds."""
     if isinstance(content, str):
         return [_TextBlock(text=content)]

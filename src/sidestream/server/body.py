@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -25,6 +25,13 @@ from sidestream.server.extras import OTHER_SERVERS
 from sidestream.server.options import ServerOptions
 from sidestream.server.text_work import SHORT_BODY_BYTES
 from sidestream_kv.config import unknown_name
+
+
+class Strict(BaseModel):
+    """Fields of a request, whose values are not converted; an unknown field is an error."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
 
 _Checked = TypeVar("_Checked", bound=BaseModel)
 _TYPING_ERROR = 0.85  # difflib's ratio, as of temprature and temperature (0.95) or promt and prompt (0.91)

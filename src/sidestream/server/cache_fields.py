@@ -12,16 +12,13 @@ from starlette.datastructures import Headers
 
 from sidestream.config import MOST_SALT_CHARS, CacheOptions, SamplingParams
 from sidestream.errors import RequestRejected
+from sidestream.server.body import Strict
 from sidestream.server.errors import bad_request
 
 SESSION_HEADER = "x-session-id"
 
 _Name = Annotated[str, Field(min_length=1, max_length=MOST_SALT_CHARS)]
 _RETENTION_S = {"in_memory": None, "in-memory": None, "24h": 86_400.0}
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
 class KVTransferParams(BaseModel):
@@ -36,12 +33,12 @@ class KVTransferParams(BaseModel):
     kv_load_tiers: list[str] | None = Field(default=None, max_length=16)
 
 
-class _CacheControl(_Strict):
+class _CacheControl(Strict):
     type: Literal["ephemeral"] = "ephemeral"
     ttl: float = Field(default=300.0, ge=0, le=3600)
 
 
-class AgentHint(_Strict):
+class AgentHint(Strict):
     """As vLLM spells it. `parent_session_id` has no effect: requests share KV whatever their session is."""
 
     session_id: _Name | None = None

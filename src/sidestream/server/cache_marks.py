@@ -10,13 +10,12 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
 from starlette.datastructures import Headers
 
 from sidestream.config import SamplingParams
 from sidestream.errors import SidestreamError
 from sidestream.server.backend import Backend
-from sidestream.server.body import checked
+from sidestream.server.body import Strict, checked
 from sidestream.server.cache_fields import with_session
 from sidestream.server.errors import ApiError, bad_request
 from sidestream.server.fields import Mark
@@ -30,10 +29,8 @@ _MOST_MARKS = 4
 _MOST_PINNING = 64  # pins that are under way at the same time; further ones are left out
 
 
-class CacheControl(BaseModel):
+class CacheControl(Strict):
     """The mark of a block, a tool or a whole request."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"

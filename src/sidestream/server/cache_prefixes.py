@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, Field, create_model
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from sidestream.config import MOST_SALT_CHARS
 from sidestream.server.backend import Backend
-from sidestream.server.body import BodyReader, JsonResponse, Served, checked, parse_object
+from sidestream.server.body import BodyReader, JsonResponse, Served, Strict, checked, parse_object
 from sidestream.server.conversation import Conversation, checked_messages, lay_out, layout_options
 from sidestream.server.errors import bad_request
 from sidestream.server.fields import Body, checked_ids
@@ -29,10 +29,6 @@ from sidestream.types import CachedPrefix
 DEFAULT_LIMIT, MAX_LIMIT = 20, 1000
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
 def _forms(operation: str, **more: Any) -> dict[str, Body]:
     """The bodies of an operation, by the field that gives the prefix: a text, token ids, or a conversation as the chat
     template lays it out. `more`: the operation's own fields.
@@ -40,8 +36,8 @@ def _forms(operation: str, **more: Any) -> dict[str, Body]:
     salt = (str | None, Field(default=None, min_length=1, max_length=MOST_SALT_CHARS))
     fields: dict[str, Any] = {"model": (str | None, None), "cache_salt": salt, **more}
     own: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
-        "prompt": (_Strict, {"prompt": (str, ...)}),
-        "tokens": (_Strict, {"tokens": (Any, ...)}),
+        "prompt": (Strict, {"prompt": (str, ...)}),
+        "tokens": (Strict, {"tokens": (Any, ...)}),
         "messages": (Conversation, {}),
     }
     return {
@@ -53,7 +49,7 @@ def _forms(operation: str, **more: Any) -> dict[str, Body]:
     }
 
 
-class _Named(_Strict):
+class _Named(Strict):
     name: str
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from sidestream.config import MOST_SALT_CHARS
 from sidestream.server.backend import Backend
-from sidestream.server.body import BodyReader, JsonResponse, checked, parse_object
+from sidestream.server.body import BodyReader, JsonResponse, Strict, checked, parse_object
 from sidestream.server.errors import ApiError
 from sidestream.server.fields import Body
 from sidestream.server.middleware import request_record
@@ -20,9 +20,7 @@ from sidestream.server.middleware import request_record
 _Name = Annotated[str, Field(min_length=1, max_length=MOST_SALT_CHARS)]
 
 
-class _Close(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
+class _Close(Strict):
     session_id: _Name
     cache_salt: _Name | None = None
 

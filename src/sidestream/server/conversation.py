@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
 
 from sidestream.errors import RequestRejected
-from sidestream.server.body import Served, parse_json, short, without_idle
+from sidestream.server.body import Served, Strict, parse_json, short, without_idle
 from sidestream.server.errors import bad_request
 from sidestream.server.extras import IDLE
 from sidestream.server.structured import check_strict
@@ -22,10 +22,8 @@ _MESSAGE_FIELDS = ("role", "content", "name", "reasoning_content", "reasoning", 
 _OWN_OPTIONS = ("self", "messages", "tools", "most_tokens", "add_generation_prompt", "continue_final_message")
 
 
-class Conversation(BaseModel):
+class Conversation(Strict):
     """Messages, and the options with which the chat template formats them."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     messages: Any
     tools: Any = ()
@@ -33,7 +31,7 @@ class Conversation(BaseModel):
     # not in OpenAI's API
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field(default={})
 
 
 def layout_options(asked: Conversation, tokenizer: TokenizerLike) -> dict[str, Any]:

@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, create_model
+from pydantic import BaseModel, FailFast, Field, create_model
 
 from sidestream.client.front_end import reasoning_marks
 from sidestream.config import MOST_SALT_CHARS, SAMPLING_OPTIONS, SamplingParams, StructuredOutputs
 from sidestream.errors import RequestRejected
 from sidestream.formats import AnswerFormat, is_inside
-from sidestream.server.body import Served, checked, model_of, parse_object, short, without_idle
+from sidestream.server.body import Served, Strict, checked, model_of, parse_object, short, without_idle
 from sidestream.server.cache_fields import CacheFields, cache_options
 from sidestream.server.conversation import Conversation, checked_messages, chosen_tools, lay_out, layout_options
 from sidestream.server.errors import bad_request, checked_request_id
@@ -53,42 +53,34 @@ _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 _MAX_TOKEN_ID = (1 << 31) - 1
 
 
-class _StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
+class _StreamOptions(Strict):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] = False
 
 
-class _StructuredOutputs(BaseModel):
+class _StructuredOutputs(Strict):
     """vLLM's field. `StructuredOutputs` checks that exactly one of the first six is given."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     json_: str | dict[str, Any] | None = Field(default=None, alias="json")
     json_object: bool = False
     regex: str | None = None
-    choice: list[str] = []
+    choice: list[str] = Field(default=[])
     grammar: str | None = None
     structural_tag: str | dict[str, Any] | None = None
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
 
 
-class _JsonSchema(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
+class _JsonSchema(Strict):
     name: str = ""
     description: str = ""
     schema_: dict[str, Any] = Field(default={}, alias="schema")
     strict: bool = False
 
 
-class _ResponseFormat(BaseModel):
+class _ResponseFormat(Strict):
     """OpenAI's field. A schema is enforced whether it is strict or not."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _JsonSchema | None = None
@@ -162,19 +154,17 @@ class Call:
         return len(self.prompts) * self.params.n
 
 
-class _Fields(CacheFields, BaseModel):
+class _Fields(CacheFields, Strict):
     """The fields that both APIs share, with their types. Fields that are null are removed before validation.
     `SamplingParams` checks ranges.
     """
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     model: str
     max_tokens: int | None = None
     n: int = 1
     stream: bool = False
     stream_options: _StreamOptions | None = None
-    stop: Annotated[list[str], FailFast()] = []
+    stop: Annotated[list[str], FailFast()] = Field(default=[])
     logit_bias: dict[str, float] = Field(default={}, max_length=1024)
     seed: int | None = None
     response_format: _ResponseFormat | None = None
@@ -184,8 +174,8 @@ class _Fields(CacheFields, BaseModel):
     ignore_eos: bool = False
     stop_token_ids: Annotated[list[int], FailFast()] = Field(default=[], max_length=1024)
     priority: int = Field(default=0, ge=-1_000_000, le=1_000_000)
-    allowed_token_ids: Annotated[list[int], FailFast()] = []
-    bad_words: Annotated[list[str], FailFast()] = []
+    allowed_token_ids: Annotated[list[int], FailFast()] = Field(default=[])
+    bad_words: Annotated[list[str], FailFast()] = Field(default=[])
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = None
@@ -230,10 +220,8 @@ def _with_sampling_options(fields: type[_ApiFields]) -> type[_ApiFields]:
 _CHAT, _TEXT = _with_sampling_options(_Chat), _with_sampling_options(_Text)
 
 
-class _TokenizeText(BaseModel):
+class _TokenizeText(Strict):
     """A request to `/tokenize` with a plain text. The fields have vLLM's names."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     model: str | None = None
     prompt: str
@@ -248,9 +236,7 @@ class _TokenizeChat(Conversation):
     return_token_strs: bool = False
 
 
-class _Detokenize(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
+class _Detokenize(Strict):
     model: str | None = None
     tokens: Any
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast
+from pydantic import FailFast, Field
 from starlette.types import Send
 
 from sidestream.errors import RequestRejected
@@ -31,7 +31,7 @@ from sidestream.formats import (
     Event,
     Reasoning,
 )
-from sidestream.server.body import EVENT_STREAM, parse_json, parse_object, to_json
+from sidestream.server.body import EVENT_STREAM, Strict, parse_json, parse_object, to_json
 from sidestream.server.cache_fields import CacheFields
 from sidestream.server.errors import ApiError, bad_request
 from sidestream.server.fields import Body, Call, Served, chat_call, checked
@@ -66,32 +66,26 @@ _ENCODED = "sidestream-reasoning:"  # begins encrypted_content; the reasoning fo
 _PLACES = {"reasoning_effort": "reasoning.effort", "response_format": "text.format", "verbosity": "text.verbosity"}
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
-class _Reasoning(_Strict):
+class _Reasoning(Strict):
     effort: str | None = None
     summary: Literal["auto", "concise", "detailed", "none"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
     context: Literal["auto", "current_turn", "all_turns"] | None = None
 
 
-class _Text(_Strict):
+class _Text(Strict):
     format: dict[str, Any] | None = None
     verbosity: str | None = None
 
 
-class _Request(CacheFields, BaseModel):
+class _Request(CacheFields, Strict):
     """The fields with their types. `chat_call` checks ranges."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     model: str
     input: Any
     previous_response_id: str | None = None
     instructions: str | None = None
-    tools: _Objects = []
+    tools: _Objects = Field(default=[])
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
     max_output_tokens: int | None = None
@@ -99,55 +93,55 @@ class _Request(CacheFields, BaseModel):
     top_p: float | None = None
     stream: bool = False
     store: bool = True
-    metadata: dict[str, str] = {}
-    include: list[Literal["reasoning.encrypted_content"]] = []
+    metadata: dict[str, str] = Field(default={})
+    include: list[Literal["reasoning.encrypted_content"]] = Field(default=[])
     reasoning: _Reasoning = _Reasoning()
     text: _Text = _Text()
     # not in OpenAI's API
     explain_cache: bool = False
 
 
-class _Function(_Strict):
+class _Function(Strict):
     name: str
     description: str = ""
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] = Field(default={})
     strict: bool = False
 
 
-class _Namespace(_Strict):
+class _Namespace(Strict):
     name: str
     description: str = ""
     tools: _Objects
 
 
-class _Message(_Strict):
+class _Message(Strict):
     role: Literal["user", "assistant", "system", "developer"]
     content: Any
 
 
-class _FunctionCall(_Strict):
+class _FunctionCall(Strict):
     call_id: str
     name: str
     arguments: str
     namespace: str = ""
 
 
-class _FunctionOutput(_Strict):
+class _FunctionOutput(Strict):
     call_id: str
     output: Any
 
 
-class _ReasoningItem(_Strict):
+class _ReasoningItem(Strict):
     content: Any = ()
     encrypted_content: str = ""
     summary: Any = ()
 
 
-class _TextPart(_Strict):
+class _TextPart(Strict):
     text: str
 
 
-_ITEMS: dict[str, type[_Strict]] = {
+_ITEMS: dict[str, type[Strict]] = {
     "message": _Message,
     "function_call": _FunctionCall,
     "function_call_output": _FunctionOutput,

@@ -10,13 +10,13 @@ import math
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from sidestream.server.backend import Backend
-from sidestream.server.body import BodyReader, JsonResponse, checked, parse_object
+from sidestream.server.body import BodyReader, JsonResponse, Strict, checked, parse_object
 from sidestream.server.errors import ApiError, bad_request
 from sidestream.server.fields import Body
 from sidestream.server.middleware import require_admin
@@ -24,27 +24,21 @@ from sidestream.server.middleware import require_admin
 DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S = 60.0, 600.0
 
 
-class _Weights(BaseModel):
+class _Weights(Strict):
     """SGLang's spelling."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     model_path: Annotated[str, Field(min_length=1, max_length=4096)]
 
 
-class _LoadedAdapter(BaseModel):
+class _LoadedAdapter(Strict):
     """vLLM's spelling."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     lora_name: Annotated[str, Field(min_length=1, max_length=256)]
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
 
 
-class _UnloadedAdapter(BaseModel):
+class _UnloadedAdapter(Strict):
     """vLLM's spelling."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     lora_name: Annotated[str, Field(min_length=1, max_length=256)]
 
