@@ -55,18 +55,17 @@ def measure(
         cache_process(directory, sizes.host) as socket,
     ):
         offload = OffloadConfig(host=sizes.host, shared_memory=socket)
-        with _prefill_process(device, shape, socket) as prefill:
-            rig = ModelRig(device, shape, sizes, on_progress, offload=offload)
-            try:
-                if not prefill.poll(_PATIENCE_S):
-                    raise SidestreamError(f"the engine that computes prompts was not ready within {_PATIENCE_S:g} s")
-                prefill.recv()
-                phases = {}
-                for name in ("alone", "one engine", "disaggregated"):
-                    on_progress(name)
-                    phases[name] = _run(rig, name, prompts, interval_s, prefill)
-            finally:
-                rig.close()
+        with (
+            _prefill_process(device, shape, socket) as prefill,
+            contextlib.closing(ModelRig(device, shape, sizes, on_progress, offload=offload)) as rig,
+        ):
+            if not prefill.poll(_PATIENCE_S):
+                raise SidestreamError(f"the engine that computes prompts was not ready within {_PATIENCE_S:g} s")
+            prefill.recv()
+            phases = {}
+            for name in ("alone", "one engine", "disaggregated"):
+                on_progress(name)
+                phases[name] = _run(rig, name, prompts, interval_s, prefill)
     alone, one, two = phases.values()
     return [
         Figure("disaggregated_gap_p99_over_alone", _p99(two.gaps) / _p99(alone.gaps), "ratio"),

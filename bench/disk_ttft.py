@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from mmap import mmap
 from pathlib import Path
 from statistics import median
@@ -35,11 +36,8 @@ def measure(
     length = sizes.from_host[0][0]
     with tempfile.TemporaryDirectory(prefix=".sidestream-ttft-", dir=directory) as scratch:
         offload = OffloadConfig(host=sizes.host, disk=Path(scratch) / "tier", disk_capacity=sizes.host)
-        rig = ModelRig(device, shape, sizes, on_progress, offload=offload)
-        try:
+        with closing(ModelRig(device, shape, sizes, on_progress, offload=offload)) as rig:
             return _figures(rig, length, Path(scratch) / "raw", rounds, on_progress)
-        finally:
-            rig.close()
 
 
 def _figures(

@@ -315,8 +315,7 @@ def measure(
         if part not in PARTS:
             raise ConfigError(unknown_name("part", part, PARTS))
     sizes = _FULL if device == CUDA else _TINY
-    rig = ModelRig(device, shape, sizes, on_progress)
-    try:
+    with contextlib.closing(ModelRig(device, shape, sizes, on_progress)) as rig:
         rig.ask(rig.prompt(40), 4).wait()
         figures = [Figure("engine_ready_s", rig.startup_s, "s", at_most(60.0))]
         figures += [
@@ -328,8 +327,6 @@ def measure(
         for part in parts:
             figures += ways[part](rig, sizes, step_s, on_progress)
         figures.append(Figure("host_waits_besides_commits", rig.host_waits(), "waits", at_most(0)))
-    finally:
-        rig.close()
     return figures
 
 

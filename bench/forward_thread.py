@@ -8,6 +8,7 @@ import gc
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import closing
 from statistics import median
 
 from bench.gpu import QWEN3_8B_BLOCK, open_device
@@ -193,8 +194,7 @@ def _pending(device: str, number: int) -> tuple[float, float, float, float]:
     collection (in ms).
     """
     used = open_device(device)
-    rig = Rig(used, _SMALL, num_blocks=64, num_slots=number)
-    try:
+    with closing(Rig(used, _SMALL, num_blocks=64, num_slots=number)) as rig:
         held, beside = used.stream("held"), used.stream("compute")
         beside.submit(lambda: busy(used, 1e-4))
         blocks, keys = rig.blocks.take(64), rig.new_keys(number)
@@ -217,6 +217,4 @@ def _pending(device: str, number: int) -> tuple[float, float, float, float]:
         blocks.release()
         if rig.host.pool.num_keys != number:
             raise RuntimeError(f"{rig.host.pool.num_keys} of {number} blocks were stored")
-    finally:
-        rig.close()
     return 1e6 * max(submits), 1e6 * max(launches), drained_s, 1e3 * collector.longest_s

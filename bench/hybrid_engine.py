@@ -5,6 +5,7 @@ memory.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from statistics import median
 
@@ -51,8 +52,7 @@ def _without_drafts(
     """The figures of an engine without drafts, the seconds of its steps that decode `_VERIFIED_ROWS` rows, and its host
     waits.
     """
-    rig = ModelRig(device, shape, sizes, on_progress)
-    try:
+    with closing(ModelRig(device, shape, sizes, on_progress)) as rig:
         rig.ask(rig.prompt(40), 4).wait()
         figures = [Figure("engine_ready_s", rig.startup_s, "s")]
         step_s = median(rig.steps(1, sizes.others_context, sizes.outputs)[0])
@@ -60,8 +60,6 @@ def _without_drafts(
         figures += ttft(rig, sizes, step_s, on_progress)
         plain_s = median(rig.steps(_VERIFIED_ROWS, sizes.others_context, sizes.outputs)[0])
         return figures, plain_s, rig.host_waits()
-    finally:
-        rig.close()
 
 
 def _with_drafts(
@@ -69,13 +67,12 @@ def _with_drafts(
 ) -> list[Figure]:
     """The figures of an engine with drafts. `plain_s`, `waits`: see `_without_drafts`."""
     drafting = SpeculativeConfig("ngram", _DRAFTS, adaptive=False)
-    rig = ModelRig(device, shape, replace(sizes, max_running=_VERIFIED_ROWS), on_progress, speculative=drafting)
-    try:
+    with closing(
+        ModelRig(device, shape, replace(sizes, max_running=_VERIFIED_ROWS), on_progress, speculative=drafting)
+    ) as rig:
         rig.ask(rig.prompt(40), 4).wait()
         lengths, idle = rig.steps(_VERIFIED_ROWS, sizes.others_context, 4 * sizes.outputs, drafts=_DRAFTS)
         waits += rig.host_waits()
-    finally:
-        rig.close()
     return [
         Figure("verify_over_plain_step", median(lengths) / plain_s, "ratio", at_most(1.35)),
         Figure("verify_ms", 1e3 * median(lengths), "ms"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from statistics import median
 from typing import Any
@@ -31,9 +32,8 @@ def measure(*, device: str, rounds: int, on_progress: Callable[[str], None]) -> 
     """The figures. Each round measures without transfers (the baseline) and then with each kind of transfers."""
     used = open_device(device)
     blocks = 512 if device == CUDA else 16
-    rig = Rig(used, QWEN3_8B_BLOCK, num_blocks=3 * blocks, num_slots=3 * blocks)
     small = device != CUDA
-    try:
+    with closing(Rig(used, QWEN3_8B_BLOCK, num_blocks=3 * blocks, num_slots=3 * blocks)) as rig:
         stream, ratios, steps_ms = used.stream("compute"), dict[str, list[float]](), dict[str, list[float]]()
         rates: list[float] = []
         for name, work, repeats in _works(used, stream, small=small):
@@ -55,8 +55,6 @@ def measure(*, device: str, rounds: int, on_progress: Callable[[str], None]) -> 
                     base = seconds if how == "alone" else base
                     ratios.setdefault(f"{name}_under_{how}", []).append(seconds / base)
                     steps_ms.setdefault(f"{name}_{how}", []).append(1e3 * seconds)
-    finally:
-        rig.close()
     bounds = {"decode_under_transfer": at_most(1.05), "matmul_under_transfer": at_most(1.08)}
     figures = [
         Figure(name, median(values), "ratio", bounds.get(name))

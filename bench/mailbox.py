@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 
 import numpy as np
 import torch
@@ -27,8 +28,7 @@ def measure(*, device: str, mib: int, tokens: int, on_progress: Callable[[str], 
     """Latencies of the tokens of 128 rows, from the sampling on the device until the host sees them."""
     used = open_device(device)
     count = (mib << 20) // QWEN3_8B_BLOCK.block_bytes
-    rig = Rig(used, QWEN3_8B_BLOCK, num_blocks=2 * count, num_slots=3 * count)
-    try:
+    with closing(Rig(used, QWEN3_8B_BLOCK, num_blocks=2 * count, num_slots=3 * count)) as rig:
         box = _Box(used)
         on_progress("alone")
         alone = [box.latency_ms(box.deliver) for _ in range(tokens)]
@@ -52,8 +52,6 @@ def measure(*, device: str, mib: int, tokens: int, on_progress: Callable[[str], 
         stored.end()
         on_progress("the copy engine, with one unpaced store")
         unpaced = [_behind_everything(rig, box, count) for _ in range(5)]
-    finally:
-        rig.close()
     return [
         Figure("mailbox_ms_p99", _percentile(under, 0.99), "ms", at_most(0.2)),
         Figure("mailbox_ms_median", _percentile(under, 0.5), "ms"),

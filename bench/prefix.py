@@ -21,13 +21,9 @@ def measure(model: str, *, prompt_tokens: int, rounds: int, on_progress: Callabl
     """
     from sidestream.models import kv_token_bytes
     from sidestream.models.catalog import resolve
-    from sidestream.text import sample_text
-    from sidestream.tokenizer import Tokenizer
 
     path = resolve(model)
-    ids = Tokenizer.load(path).encode(sample_text())
-    ids = ids * ((prompt_tokens + rounds) // len(ids) + 1)
-    prompts = [ids[start : start + prompt_tokens] for start in range(rounds)]
+    prompts = sample_prompts(path, prompt_tokens, rounds)
     # The pool holds one and a half prompts, so each prompt evicts the start of the previous prompt.
     kv_memory = prompt_tokens * 3 // 2 * kv_token_bytes(path)
     with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as scratch:
@@ -57,6 +53,16 @@ def measure(model: str, *, prompt_tokens: int, rounds: int, on_progress: Callabl
         Figure("ttft_disk_ms", disk_s * 1e3, "ms"),
         Figure("prompt_tokens", prompt_tokens, "tokens"),
     ]
+
+
+def sample_prompts(path: str, num_tokens: int, count: int) -> list[list[int]]:
+    """Prompts of a text, each beginning one token later than the one before."""
+    from sidestream.text import sample_text
+    from sidestream.tokenizer import Tokenizer
+
+    ids = Tokenizer.load(path).encode(sample_text())
+    ids = ids * ((num_tokens + count) // len(ids) + 1)
+    return [ids[start : start + num_tokens] for start in range(count)]
 
 
 def run_each(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 
-from bench.prefix import check_source, run_each
+from bench.prefix import check_source, run_each, sample_prompts
 from proof.report import Figure, at_least, at_most
 from sidestream.cli.prompt_runs import ChildEngine, PromptRun
 from sidestream.errors import SidestreamError
@@ -29,13 +29,9 @@ def measure(model: str, *, prompt_tokens: int, rounds: int, on_progress: Callabl
     """
     from sidestream.models import kv_token_bytes
     from sidestream.models.catalog import resolve
-    from sidestream.text import sample_text
-    from sidestream.tokenizer import Tokenizer
 
     path = resolve(model)
-    ids = Tokenizer.load(path).encode(sample_text())
-    ids = ids * ((prompt_tokens + rounds) // len(ids) + 1)
-    prompts = [ids[start : start + prompt_tokens] for start in range(rounds)]
+    prompts = sample_prompts(path, prompt_tokens, rounds)
     # The device holds one and a half prompts, so each prompt evicts the start of the previous prompt.
     kv_memory = prompt_tokens * 3 // 2 * kv_token_bytes(path)
     with tempfile.TemporaryDirectory(prefix="sidestream-restart-") as directory, cache_process(directory) as socket:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.prefix import check_source, run_each
+from bench.prefix import check_source, run_each, sample_prompts
 from proof.report import Figure, at_least, at_most
 from proof.store_servers import MooncakeServer, ValkeyServer
 from sidestream.cli.prompt_runs import ChildEngine
@@ -60,13 +60,9 @@ def _ttft(
     on_progress: Callable[[str], None],
 ) -> list[Figure]:
     from sidestream.models.catalog import resolve
-    from sidestream.text import sample_text
-    from sidestream.tokenizer import Tokenizer
 
     path = resolve(model)
-    ids = Tokenizer.load(path).encode(sample_text())
-    ids = ids * ((prompt_tokens + rounds) // len(ids) + 1)
-    prompts = [ids[start : start + prompt_tokens] for start in range(rounds)]
+    prompts = sample_prompts(path, prompt_tokens, rounds)
     config = {"device": CPU, "offload": {"host": "1GiB", **tier}}
     with ChildEngine(path, config) as first, ChildEngine(path, config) as second:
         cold = run_each(first, prompts, lambda number: on_progress(f"{name}: cold {number} of {rounds}"))

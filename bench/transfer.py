@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from statistics import median
 
@@ -47,8 +48,9 @@ def measure(*, device: str, mib: int, rounds: int, on_progress: Callable[[str], 
         used = open_device(device)
         layout = QWEN3_8B_BLOCK
         count = (mib << 20) // layout.block_bytes
-        rig = Rig(used, layout, num_blocks=2 * count, num_slots=(2 * _IN_A_ROW + 1) * count, layered=layered)
-        try:
+        with closing(
+            Rig(used, layout, num_blocks=2 * count, num_slots=(2 * _IN_A_ROW + 1) * count, layered=layered)
+        ) as rig:
             link = Link(used, count * layout.block_bytes, in_a_row=_IN_A_ROW)
             suffix = "_64k" if layered else ""  # one tensor per layer: segments of 64 KiB
             for number in range(rounds + 1):
@@ -57,8 +59,6 @@ def measure(*, device: str, mib: int, rounds: int, on_progress: Callable[[str], 
                 _round(rig, link, kept, count, suffix)
                 if number and device == CUDA:
                     _baselines(rig, kept, count, suffix)
-        finally:
-            rig.close()
     figures = [
         Figure("store_over_link", rates.over("store", "link_to_host"), "ratio", at_least(0.97)),
         Figure("load_over_link", rates.over("load", "link_to_device"), "ratio", at_least(0.97)),

@@ -5,6 +5,7 @@ window reaches, compared with loads of all layers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from statistics import median
 
@@ -62,8 +63,7 @@ def _times(device: str, shape: str, sizes: Sizes, windows: bool, on_progress: Ca
         on_progress(f"{'only layers that are read' if windows else 'all layers'}: {text}")
 
     times = _Times({}, {}, {})
-    rig = ModelRig(device, shape, sizes, tell, windows=windows)
-    try:
+    with closing(ModelRig(device, shape, sizes, tell, windows=windows)) as rig:
         rig.ask(rig.prompt(40), 4).wait()
         for length, *_ in sizes.from_host:
             tell(f"first token, {length} tokens from host memory")
@@ -76,6 +76,4 @@ def _times(device: str, shape: str, sizes: Sizes, windows: bool, on_progress: Ca
             rig.forget_device()  # waits for the end of the last load
             times.num_bytes[length] = rig.parts.metrics.value("transfer_bytes_total", "load") - before
             times.cold_s[length], times.host_s[length] = median(cold), median(warm)
-    finally:
-        rig.close()
     return times
