@@ -9,7 +9,7 @@ import typer
 
 from bench import commands
 from bench.serving.command import serve
-from sidestream.cli.declare import Command
+from sidestream.cli.declare import Command, named
 from sidestream.cli.errors import Commands
 from sidestream.cli.options import Debug
 
@@ -29,7 +29,7 @@ def _global_options(debug: Debug = False) -> None:
 
 
 commands.register(app)
-app.command("serve", cls=Command)(serve)
+app.command("serve", cls=Command)(named(serve))
 
 if __name__ == "__main__":
     app(prog_name="python -m bench")

@@ -23,11 +23,10 @@ from bench.options import (
     Requests,
     Shape,
     check_at_least,
-    count,
     label,
 )
 from proof.report import Figure, publish, was_given
-from sidestream.cli.declare import Command, flag, number, option, whole
+from sidestream.cli.declare import Command, Option, named
 from sidestream.cli.options import DEMO_MODEL, AsJson, Model
 from sidestream.cli.progress import Steps
 from sidestream.errors import ConfigError
@@ -103,8 +102,7 @@ def _command(*at_least_one: str) -> Callable[[Callable[..., Report]], Callable[.
         parameters = [*(each.replace(kind=each.KEYWORD_ONLY) for each in own), json]
         run.__doc__ = command.__doc__
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {each.name: each.annotation for each in parameters}
-        _COMMANDS[name] = run
+        _COMMANDS[name] = named(run)
         return command
 
     return declare
@@ -124,7 +122,7 @@ def prefix(
     prompt_tokens: PromptTokens = 2000,
     rounds: Annotated[
         int,
-        count("--rounds", "Number of prompts; each runs without cached KV, with KV from host memory, and from disk."),
+        Option("Number of prompts; each runs without cached KV, with KV from host memory, and from disk."),
     ] = 5,
 ) -> Report:
     """TTFT of a long prompt with KV from host memory, or from disk in a new process, divided by TTFT without any KV."""
@@ -135,7 +133,7 @@ def prefix(
 def shared(
     model: Model = DEMO_MODEL,
     prompt_tokens: PromptTokens = 2000,
-    rounds: Annotated[int, count("--rounds", "Number of prompts; one engine computes each, another finds it.")] = 3,
+    rounds: Annotated[int, Option("Number of prompts; one engine computes each, another finds it.")] = 3,
 ) -> Report:
     """TTFT of a long prompt whose KV another engine has put into a shared store, divided by TTFT without any KV."""
     return _served(model)
@@ -145,7 +143,7 @@ def shared(
 def restart(
     model: Model = DEMO_MODEL,
     prompt_tokens: PromptTokens = 2000,
-    rounds: Annotated[int, count("--rounds", "Number of prompts, and of engines that are killed.")] = 7,
+    rounds: Annotated[int, Option("Number of prompts, and of engines that are killed.")] = 7,
 ) -> Report:
     """TTFT of the first request of an engine that starts again after kill -9, with a cache process (sidestream cache
     serve), divided by that of an engine that kept running and has the prompt in host memory.
@@ -158,18 +156,14 @@ def decode(
     context: typer.Context,
     model: Model = DEMO_MODEL,
     output_tokens: OutputTokens = 96,
-    rounds: Annotated[int, count("--rounds", "Repetitions; Sidestream and generate alternate.")] = 5,
-    dtype: Annotated[str, option("--dtype", "TYPE", "Data type of both engines.")] = "auto",
+    rounds: Annotated[int, Option("Repetitions; Sidestream and generate alternate.")] = 5,
+    dtype: Annotated[str, Option("Data type of both engines.", "TYPE")] = "auto",
     device: Annotated[
         str,
-        option(
-            "--device",
-            "DEVICE",
-            "`cpu`; or `cuda`: step time with random weights, divided by the time to read the weights.",
-        ),
+        Option("`cpu`; or `cuda`: step time with random weights, divided by the time to read the weights.", "DEVICE"),
     ] = CPU,
     shape: Annotated[
-        str, option("--shape", "SHAPE", "Model shape on `cuda`: qwen3-8b, llama-3.2-1b, qwen3-0.6b or tiny.")
+        str, Option("Model shape on `cuda`: qwen3-8b, llama-3.2-1b, qwen3-0.6b or tiny.", "SHAPE")
     ] = "qwen3-8b",
 ) -> Report:
     """Tokens per second of one request and of eight concurrent requests, divided by those of transformers' generate."""
@@ -195,7 +189,7 @@ def decode(
 @_command()
 def overhead(
     model: Model = DEMO_MODEL,
-    rounds: Annotated[int, count("--rounds", "Repetitions; runs with and without offload alternate.")] = 9,
+    rounds: Annotated[int, Option("Repetitions; runs with and without offload alternate.")] = 9,
 ) -> Report:
     """Step time with offload, with and without blocks to store, divided by step time without offload; and the number of
     times that the host waits for a transfer.
@@ -206,8 +200,8 @@ def overhead(
 @_command("rounds")
 def self_check(
     device: GpuDevice = CUDA,
-    shape: Annotated[str | None, option("--shape", "SHAPE", SHAPE_HELP, show_default="qwen3-8b, on a CPU tiny")] = None,
-    rounds: Annotated[int, count("--rounds", "Repetitions; engines with several shares alternate.")] = 5,
+    shape: Annotated[str | None, Option(SHAPE_HELP, "SHAPE", "qwen3-8b, on a CPU tiny")] = None,
+    rounds: Annotated[int, Option("Repetitions; engines with several shares alternate.")] = 5,
 ) -> Report:
     """Step time with `--self-check 0.01`, divided by step time without; and the differences that the checks found."""
     shape = shape or ("qwen3-8b" if device == CUDA else "tiny")
@@ -219,10 +213,10 @@ def self_check(
 def grammar_steps(
     device: EitherDevice = CPU,
     model: Model = DEMO_MODEL,
-    shape: Annotated[str, option("--shape", "SHAPE", "On `cuda`, the model shape, with random weights.")] = "qwen3-8b",
-    requests: Annotated[int | None, count("--requests", "Concurrent requests.", show_default="32, on a CPU 8")] = None,
+    shape: Annotated[str, Option("On `cuda`, the model shape, with random weights.", "SHAPE")] = "qwen3-8b",
+    requests: Annotated[int | None, Option("Concurrent requests.", absent="32, on a CPU 8")] = None,
     output_tokens: OutputTokens = 96,
-    rounds: Annotated[int, count("--rounds", "Repetitions; rounds with and without grammars alternate.")] = 9,
+    rounds: Annotated[int, Option("Repetitions; rounds with and without grammars alternate.")] = 9,
 ) -> Report:
     """Time of a step in which half of the rows have a grammar, divided by the time of a step without grammars."""
     on_gpu = device == CUDA
@@ -236,11 +230,11 @@ def grammar_steps(
 @_command("rounds")
 def lora(
     device: GpuDevice = CUDA,
-    shape: Annotated[str | None, option("--shape", "SHAPE", SHAPE_HELP, show_default="qwen3-8b, on a CPU tiny")] = None,
-    requests: Annotated[int, count("--requests", "Concurrent requests.")] = 32,
-    adapters: Annotated[int, count("--adapters", "Adapters, each used by one request.")] = 8,
+    shape: Annotated[str | None, Option(SHAPE_HELP, "SHAPE", "qwen3-8b, on a CPU tiny")] = None,
+    requests: Annotated[int, Option("Concurrent requests.")] = 32,
+    adapters: Annotated[int, Option("Adapters, each used by one request.")] = 8,
     output_tokens: OutputTokens = 96,
-    rounds: Annotated[int, count("--rounds", "Repetitions; engines with and without adapters alternate.")] = 9,
+    rounds: Annotated[int, Option("Repetitions; engines with and without adapters alternate.")] = 9,
 ) -> Report:
     """Time of a step whose rows use several LoRA adapters, divided by that of an engine without adapters."""
     shape = shape or ("qwen3-8b" if device == CUDA else "tiny")
@@ -253,10 +247,10 @@ def lora(
 @_command("layers", "tokens", "rounds")
 def packed(
     directory: Annotated[Path, typer.Argument(help="Folder for the model, which is made if there is none.")],
-    layers: Annotated[int, count("--layers", "Layers of the model; Llama 3's 8B has 32.")] = 32,
-    tokens: Annotated[int, count("--tokens", "Tokens that each engine decodes in a round.")] = 16,
-    rounds: Annotated[int, count("--rounds", "Repetitions; the engines alternate.")] = 5,
-    threads: Annotated[int, count("--threads", "Threads of each engine.")] = 2,
+    layers: Annotated[int, Option("Layers of the model; Llama 3's 8B has 32.")] = 32,
+    tokens: Annotated[int, Option("Tokens that each engine decodes in a round.")] = 16,
+    rounds: Annotated[int, Option("Repetitions; the engines alternate.")] = 5,
+    threads: Annotated[int, Option("Threads of each engine.")] = 2,
 ) -> Report:
     """Decode of a model of Llama 3's 8B shape in Q4_K and Q6_K, random weights, beside llama.cpp: needs the package
     llama-cpp-python, whose copy of ggml both then use.
@@ -268,8 +262,8 @@ def packed(
 @_command("rounds")
 def jump_ahead(
     model: Model = DEMO_MODEL,
-    requests: Annotated[int, count("--requests", "Concurrent requests.")] = 8,
-    rounds: Annotated[int, count("--rounds", "Repetitions; rounds with and without drafts alternate.")] = 9,
+    requests: Annotated[int, Option("Concurrent requests.")] = 8,
+    rounds: Annotated[int, Option("Repetitions; rounds with and without drafts alternate.")] = 9,
 ) -> Report:
     """Steps and tokens per second of answers to a schema with long keys, with drafts of what the grammar forces and
     without.
@@ -284,8 +278,8 @@ def structured_conformance(
         Path, typer.Argument(help="Folder with draft7 and draft2020-12: `json/tests` of jsonschema's source archive.")
     ],
     model: Model = DEMO_MODEL,
-    walks: Annotated[int, count("--walks", "Random answers for each schema.")] = 60,
-    seed: Annotated[int, option("--seed", "N", "Seed of the answers.", parse=whole)] = 0,
+    walks: Annotated[int, Option("Random answers for each schema.")] = 60,
+    seed: Annotated[int, Option("Seed of the answers.")] = 0,
 ) -> Report:
     """Random answers under the schemas of the JSON Schema Test Suite and others: how many are invalid, which schemas
     are refused, and how long it takes to compile large ones.
@@ -295,7 +289,7 @@ def structured_conformance(
 
 @_command()
 def families(
-    table: Annotated[Path | None, option("--table", "FILE", "Also write the outcome of each kind, as JSON.")] = None,
+    table: Annotated[Path | None, Option("Also write the outcome of each kind, as JSON.", "FILE")] = None,
 ) -> Report:
     """Serve a tiny model of every kind of causal language model in the installed transformers, and compare it with
     transformers' own log-probabilities. About two minutes.
@@ -308,12 +302,8 @@ def policy(
     traces: Annotated[
         list[Path] | None, typer.Argument(help="Traces: a JSON object with `hash_ids` for each request and line.")
     ] = None,
-    share: Annotated[
-        float, option("--share", "SHARE", "Size of the tier, as a share of a trace's distinct blocks.", parse=number)
-    ] = 0.2,
-    host_share: Annotated[
-        float, option("--host-share", "SHARE", "Size of host memory, likewise.", parse=number)
-    ] = 0.02,
+    share: Annotated[float, Option("Size of the tier, as a share of a trace's distinct blocks.", "SHARE")] = 0.2,
+    host_share: Annotated[float, Option("Size of host memory, likewise.", "SHARE")] = 0.02,
 ) -> Report:
     """Policies of eviction and of writing on simulated tiers, for traces and for made-up agents: the share of blocks
     that are reused, and blocks written for each that is read.
@@ -335,10 +325,10 @@ def windowed_kv() -> Report:
 @_command("users", "rounds", "conversations")
 def adversarial(
     model: Model = DEMO_MODEL,
-    users: Annotated[int, count("--users", "Users with a common prefix.")] = 50,
-    prefix_tokens: Annotated[int, count("--prefix-tokens", "Tokens of the common prefix.")] = 256,
-    rounds: Annotated[int, count("--rounds", "Rounds for each state of the disk, and turns of a conversation.")] = 2,
-    conversations: Annotated[int, count("--conversations", "Conversations that need three host tiers.")] = 60,
+    users: Annotated[int, Option("Users with a common prefix.")] = 50,
+    prefix_tokens: Annotated[int, Option("Tokens of the common prefix.")] = 256,
+    rounds: Annotated[int, Option("Rounds for each state of the disk, and turns of a conversation.")] = 2,
+    conversations: Annotated[int, Option("Conversations that need three host tiers.")] = 60,
 ) -> Report:
     """Offload on a disk that is healthy, throttled, slower than computing, stalled and gone, beside the same engine
     without offload: throughput and TTFT of users and one-shot prompts, and the time of conversations.
@@ -349,11 +339,11 @@ def adversarial(
 
 @_command()
 def tier(
-    directory: Annotated[Path, option("--directory", "DIR", "Directory of the file system to measure.")] = Path(),
-    size: Annotated[str, option("--size", "SIZE", "Bytes of each write and read.")] = "1GiB",
-    rounds: Annotated[int, count("--rounds", "Repetitions; tier and raw I/O alternate.")] = 5,
-    entries: Annotated[int, count("--entries", "Blocks of the directory that is opened.")] = 1_000_000,
-    fio: Annotated[bool, flag("--fio", help="Let fio measure raw I/O.")] = False,
+    directory: Annotated[Path, Option("Directory of the file system to measure.", "DIR")] = Path(),
+    size: Annotated[str, Option("Bytes of each write and read.", "SIZE")] = "1GiB",
+    rounds: Annotated[int, Option("Repetitions; tier and raw I/O alternate.")] = 5,
+    entries: Annotated[int, Option("Blocks of the directory that is opened.")] = 1_000_000,
+    fio: Annotated[bool, Option("Let fio measure raw I/O.")] = False,
 ) -> Report:
     """The disk tier beside raw direct I/O on the same file system, the cost of its checksums, and the time to open a
     directory of a million blocks.
@@ -364,18 +354,14 @@ def tier(
 @_command()
 def soak(
     model: Model = DEMO_MODEL,
-    requests: Annotated[
-        int, count("--requests", "Number of requests; memory growth is measured from request 200 on.")
-    ] = 2000,
+    requests: Annotated[int, Option("Number of requests; memory growth is measured from request 200 on.")] = 2000,
 ) -> Report:
     """Memory growth of the process over many requests."""
     return _served(model)
 
 
 @_command("turns")
-def agent_loop(
-    model: Model = DEMO_MODEL, turns: Annotated[int, count("--turns", "Turns of the agent.")] = 30
-) -> Report:
+def agent_loop(model: Model = DEMO_MODEL, turns: Annotated[int, Option("Turns of the agent.")] = 30) -> Report:
     """The share of an agent's prompt tokens that come from a cache, over HTTP: each turn is a forced tool call."""
     return _served(model)
 
@@ -383,8 +369,8 @@ def agent_loop(
 @_command("conversations", "turns")
 def replicas(
     model: Model = DEMO_MODEL,
-    conversations: Annotated[int, count("--conversations", "Number of conversations; each is a session.")] = 40,
-    turns: Annotated[int, count("--turns", "Turns of each conversation.")] = 6,
+    conversations: Annotated[int, Option("Number of conversations; each is a session.")] = 40,
+    turns: Annotated[int, Option("Turns of each conversation.")] = 6,
 ) -> Report:
     """Replicas on Ray Serve: cached prompt tokens of conversations with two replicas, divided by those with one; and
     the outcomes of requests when one of two replicas is killed.
@@ -396,15 +382,13 @@ def replicas(
 def scale(
     ranks: Annotated[
         list[int] | None,
-        count(
-            "--ranks",
-            "Number of ranks, including rank 0, which sends the plans; may be given several times.",
-            show_default="2, 4, 8",
+        Option(
+            "Number of ranks, including rank 0, which sends the plans; may be given several times.", absent="2, 4, 8"
         ),
     ] = None,
-    seconds: Annotated[int, option("--seconds", "S", "Seconds of sending plans, for each transport.", parse=whole)] = 5,
+    seconds: Annotated[int, Option("Seconds of sending plans, for each transport.", "S")] = 5,
     output_tokens: OutputTokens = 64,
-    rounds: Annotated[int, count("--rounds", "Repetitions; one rank and two ranks alternate.")] = 3,
+    rounds: Annotated[int, Option("Repetitions; one rank and two ranks alternate.")] = 3,
 ) -> Report:
     """Tensor parallelism on this CPU: time to send a step's plan to all ranks, compared with a ring buffer in shared
     memory and with Gloo; CPU time of a rank; and tokens per second of two ranks, divided by those of one rank.
@@ -422,16 +406,12 @@ def ranks(
     parts: Annotated[list[str] | None, typer.Argument(help="decode, ttft, resume; default: all.")] = None,
     device: GpuDevice = CUDA,
     shape: Shape = "qwen3-8b",
-    tensor_parallel: Annotated[int, count("--tensor-parallel", "Number of ranks to measure.")] = 2,
+    tensor_parallel: Annotated[int, Option("Number of ranks to measure.")] = 2,
     over: Annotated[
-        int, count("--over", "Number of ranks to compare with, if the model does not fit one; 0: compare with none.")
+        int, Option("Number of ranks to compare with, if the model does not fit one; 0: compare with none.")
     ] = 1,
-    layers: Annotated[
-        int | None, option("--layers", "N", "Only the first N layers, to try the command.", "all", whole)
-    ] = None,
-    kv_memory: Annotated[
-        str | None, option("--kv-memory", "SIZE", "KV memory of each rank.", show_default="8GiB; on a CPU 8MiB")
-    ] = None,
+    layers: Annotated[int | None, Option("Only the first N layers, to try the command.", absent="all")] = None,
+    kv_memory: Annotated[str | None, Option("KV memory of each rank.", "SIZE", "8GiB; on a CPU 8MiB")] = None,
 ) -> Report:
     """Tensor parallelism on GPUs: step time, TTFT, and TTFT with KV in host memory, of several ranks, divided by those
     of one rank; and the bandwidth of loads from host memory.
@@ -452,9 +432,9 @@ def hybrid(
             show_default=False,
         ),
     ] = None,
-    prompts: Annotated[int, count("--prompts", "Prompts for each family.")] = 200,
-    turns: Annotated[int, count("--turns", "Turns of the conversation.")] = 30,
-    system_tokens: Annotated[int, count("--system-tokens", "Tokens of the system prompt of all turns.")] = 6000,
+    prompts: Annotated[int, Option("Prompts for each family.")] = 200,
+    turns: Annotated[int, Option("Turns of the conversation.")] = 30,
+    system_tokens: Annotated[int, Option("Tokens of the system prompt of all turns.")] = 6000,
 ) -> Report:
     """Models with recurrent state: whether tokens are equal with KV from each tier, and the share of a conversation's
     prompt tokens that come from the cache.
@@ -472,10 +452,8 @@ def hybrid(
 @_command()
 def hybrid_engine(
     device: GpuDevice = CUDA,
-    shape: Annotated[str, option("--shape", "SHAPE", "Model shape: qwen3.5-9b or tiny-hybrid.")] = "qwen3.5-9b",
-    block_tokens: Annotated[
-        int | None, count("--block-tokens", "Tokens of a block.", show_default="64, on a CPU 16")
-    ] = None,
+    shape: Annotated[str, Option("Model shape: qwen3.5-9b or tiny-hybrid.", "SHAPE")] = "qwen3.5-9b",
+    block_tokens: Annotated[int | None, Option("Tokens of a block.", absent="64, on a CPU 16")] = None,
 ) -> Report:
     """Models with recurrent state and random weights: step time without and with drafts, and TTFT with KV in host
     memory.
@@ -486,7 +464,7 @@ def hybrid_engine(
 @_command()
 def windows(
     device: GpuDevice = CUDA,
-    shape: Annotated[str, option("--shape", "SHAPE", "Model shape: gemma3-4b or tiny-windows.")] = "gemma3-4b",
+    shape: Annotated[str, Option("Model shape: gemma3-4b or tiny-windows.", "SHAPE")] = "gemma3-4b",
 ) -> Report:
     """Models whose layers have sliding windows, with random weights: TTFT with KV in host memory, if loads leave out
     what no window reaches, and if they do not.
@@ -497,10 +475,8 @@ def windows(
 @_command()
 def transfer(
     device: GpuDevice = CUDA,
-    mib: Annotated[int, count("--mib", "MiB to store and load in each round.")] = 1024,
-    rounds: Annotated[
-        int, count("--rounds", "Repetitions; measurements of the link and of the transfers alternate.")
-    ] = 7,
+    mib: Annotated[int, Option("MiB to store and load in each round.")] = 1024,
+    rounds: Annotated[int, Option("Repetitions; measurements of the link and of the transfers alternate.")] = 7,
 ) -> Report:
     """Bandwidth of stores and loads of scattered blocks, divided by that of one large pinned copy."""
     return _on_gpu(device)
@@ -509,7 +485,7 @@ def transfer(
 @_command()
 def interference(
     device: GpuDevice = CUDA,
-    rounds: Annotated[int, count("--rounds", "Repetitions; runs with and without transfers alternate.")] = 7,
+    rounds: Annotated[int, Option("Repetitions; runs with and without transfers alternate.")] = 7,
 ) -> Report:
     """Slowdown of a decode step and of a large matrix product during transfers at full rate."""
     return _on_gpu(device)
@@ -518,9 +494,9 @@ def interference(
 @_command()
 def forward_thread(
     device: GpuDevice = CUDA,
-    requests: Annotated[int, count("--requests", "Running requests that store and load KV.")] = 1000,
-    steps: Annotated[int, count("--steps", "Steps of the loop.")] = 400,
-    pending: Annotated[int, count("--pending", "Pending transfers in the second measurement.")] = 100_000,
+    requests: Annotated[int, Option("Running requests that store and load KV.")] = 1000,
+    steps: Annotated[int, Option("Steps of the loop.")] = 400,
+    pending: Annotated[int, Option("Pending transfers in the second measurement.")] = 100_000,
 ) -> Report:
     """Engine-thread time that transfers take in each step, and the longest time that they block the thread."""
     return _on_gpu(device)
@@ -532,7 +508,7 @@ def host_time(
     shape: Shape = "qwen3-0.6b",
     requests: Requests = 256,
     output_tokens: OutputTokens = 128,
-    rounds: Annotated[int, count("--rounds", "Repetitions.")] = 3,
+    rounds: Annotated[int, Option("Repetitions.")] = 3,
 ) -> Report:
     """Engine-thread time per step with many running requests and with offload; waits for steps are not counted."""
     return _random(shape, bounded=device == CUDA)
@@ -555,8 +531,8 @@ def identity(
 @_command()
 def mailbox(
     device: GpuDevice = CUDA,
-    mib: Annotated[int, count("--mib", "MiB to store during the measurement.")] = 1024,
-    tokens: Annotated[int, count("--tokens", "Number of timed tokens.")] = 2000,
+    mib: Annotated[int, Option("MiB to store during the measurement.")] = 1024,
+    tokens: Annotated[int, Option("Number of timed tokens.")] = 2000,
 ) -> Report:
     """Time until the host sees a sampled token while blocks are being stored."""
     return _on_gpu(device)
@@ -595,8 +571,8 @@ def engine(
 def disk_ttft(
     device: GpuDevice = CUDA,
     shape: Shape = "qwen3-8b",
-    directory: Annotated[Path, option("--directory", "DIR", "Directory of the file system to measure.")] = Path(),
-    rounds: Annotated[int, count("--rounds", "Number of prompts.")] = 7,
+    directory: Annotated[Path, Option("Directory of the file system to measure.", "DIR")] = Path(),
+    rounds: Annotated[int, Option("Number of prompts.")] = 7,
 ) -> Report:
     """TTFT with KV on disk, divided by the time to read that KV with nothing else."""
     return _random(shape, bounded=False)
@@ -606,10 +582,8 @@ def disk_ttft(
 def disaggregated(
     device: GpuDevice = CUDA,
     shape: Shape = "qwen3-8b",
-    prompts: Annotated[int, count("--prompts", "Long prompts in each phase.")] = 10,
-    interval_s: Annotated[
-        float, option("--interval-s", "S", "Mean time between two long prompts.", parse=number)
-    ] = 0.7,
+    prompts: Annotated[int, Option("Long prompts in each phase.")] = 10,
+    interval_s: Annotated[float, Option("Mean time between two long prompts.", "S")] = 0.7,
 ) -> Report:
     """Gaps and TTFT while long prompts arrive, computed on a second GPU, beside one engine that does both."""
     return _random(shape, bounded=False)
@@ -627,8 +601,8 @@ def throughput(device: GpuDevice = CUDA, shape: Shape = "qwen3-8b") -> Report:
 def host_tier(
     device: GpuDevice = CUDA,
     shape: Shape = "qwen3-8b",
-    host: Annotated[str, option("--host", "SIZE", "Memory of the host tier.")] = "40GiB",
-    rounds: Annotated[int, count("--rounds", "Number of times that the host memory is pinned.")] = 5,
+    host: Annotated[str, Option("Memory of the host tier.", "SIZE")] = "40GiB",
+    rounds: Annotated[int, Option("Number of times that the host memory is pinned.")] = 5,
 ) -> Report:
     """Time until all memory of the host tier is pinned, and the share of prompt tokens that the first conversations
     find there.
@@ -641,27 +615,22 @@ def speculative(
     model: Model = DEMO_MODEL,
     head: Annotated[
         Path | None,
-        option(
-            "--head",
-            "PATH",
+        Option(
             "MTP head for the model; with a head, the proposer mtp is measured, too.",
-            show_default="the shipped head of the demo model",
+            "PATH",
+            "the shipped head of the demo model",
         ),
     ] = None,
     draft_model: Annotated[
         str | None,
-        option(
-            "--draft-model",
-            "MODEL",
-            "Smaller model with the same tokenizer; with it, the proposer draft is measured, too.",
-        ),
+        Option("Smaller model with the same tokenizer; with it, the proposer draft is measured, too.", "MODEL"),
     ] = None,
     device: EitherDevice = CPU,
     batch: Annotated[
-        list[int] | None, count("--batch", "Concurrent requests; may be given several times.", show_default="1, 8")
+        list[int] | None, Option("Concurrent requests; may be given several times.", absent="1, 8")
     ] = None,
     output_tokens: OutputTokens = 96,
-    rounds: Annotated[int, count("--rounds", "Repetitions; runs with and without drafts alternate.")] = 3,
+    rounds: Annotated[int, Option("Repetitions; runs with and without drafts alternate.")] = 3,
 ) -> Report:
     """Speculative decoding: tokens per second with drafts, divided by tokens per second without; tokens per step; and
     whether tokens in float32 are equal with and without drafts.

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
-from sidestream.cli.declare import option, whole
+from sidestream.cli.declare import Option
 from sidestream.errors import ConfigError
 
-
-def count(name: str, help: str, show_default: bool | str = True) -> Any:  # noqa: A002 - typer's own name
-    """Declare an option whose value is a whole number. See `option`."""
-    return option(name, "N", help, show_default, whole)
-
-
-GpuDevice = Annotated[str, option("--device", "DEVICE", "`cuda`, or `cpu` to test the benchmark itself.")]
-EitherDevice = Annotated[str, option("--device", "DEVICE", "`cpu` or `cuda`.")]
+GpuDevice = Annotated[str, Option("`cuda`, or `cpu` to test the benchmark itself.", "DEVICE")]
+EitherDevice = Annotated[str, Option("`cpu` or `cuda`.", "DEVICE")]
 SHAPE_HELP = "Model shape, with random weights: qwen3-8b, qwen3-32b, llama-3.2-1b, qwen3-0.6b or tiny."
-Shape = Annotated[str, option("--shape", "SHAPE", SHAPE_HELP)]
-Requests = Annotated[int, count("--requests", "Concurrent requests.")]
-PromptTokens = Annotated[int, count("--prompt-tokens", "Tokens of each prompt.")]
-OutputTokens = Annotated[int, count("--output-tokens", "Tokens generated for each request.")]
+Shape = Annotated[str, Option(SHAPE_HELP, "SHAPE")]
+Requests = Annotated[int, Option("Concurrent requests.")]
+PromptTokens = Annotated[int, Option("Tokens of each prompt.")]
+OutputTokens = Annotated[int, Option("Tokens generated for each request.")]
 
 
 def label(name: str) -> str:

@@ -6,7 +6,7 @@ import typer
 
 from proof.commands.crash import crash
 from proof.commands.torture import torture
-from sidestream.cli.declare import Command
+from sidestream.cli.declare import Command, named
 from sidestream.cli.errors import Commands
 from sidestream.cli.options import Debug
 
@@ -25,8 +25,8 @@ def _global_options(debug: Debug = False) -> None:
     """Declare the global option, which `Commands` reads."""
 
 
-app.command(cls=Command)(torture)
-app.command(cls=Command)(crash)
+app.command(cls=Command)(named(torture))
+app.command(cls=Command)(named(crash))
 
 if __name__ == "__main__":
     app(prog_name="python -m proof")

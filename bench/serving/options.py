@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from bench.options import check_at_least, count, label
+from bench.options import check_at_least, label
 from bench.serving.workload import Arrivals, Loads, loads_of
 from proof.report import was_given
-from sidestream.cli.declare import option
+from sidestream.cli.declare import Option
 from sidestream.errors import ConfigError
 from sidestream_kv.device.kinds import CPU, CUDA
 
@@ -41,93 +41,60 @@ _UNUSED = {
 
 RandomShape = Annotated[
     str | None,
-    option(
-        "--shape",
-        "SHAPE",
+    Option(
         "Serve random weights of this shape instead of MODEL: qwen3-8b, llama-3.2-1b, qwen3-0.6b or tiny.",
-        show_default=False,
+        "SHAPE",
+        False,
     ),
 ]
 TokenizerDir = Annotated[
     Path | None,
-    option("--tokenizer", "DIR", "Directory of the tokenizer for the random weights.", show_default="the demo model"),
+    Option("Directory of the tokenizer for the random weights.", "DIR", "the demo model"),
 ]
 CheckpointDir = Annotated[
     Path | None,
-    option(
-        "--checkpoint",
-        "DIR",
-        "Directory for the random weights; later runs can use it.",
-        show_default="a temporary directory",
-    ),
+    Option("Directory for the random weights; later runs can use it.", "DIR", "a temporary directory"),
 ]
-ClientCounts = Annotated[
-    str | None, option("--clients", "N,N", "Numbers of concurrent clients.", show_default="1,8; on a GPU 1,32,128,256")
-]
-PromptTokens = Annotated[
-    int | None, count("--prompt-tokens", "Tokens of each prompt.", show_default="64; on a GPU 512")
-]
-OutputTokens = Annotated[
-    int | None, count("--output-tokens", "Tokens of each answer.", show_default="64; on a GPU 128")
-]
-Rounds = Annotated[int, count("--rounds", "Consecutive requests of each client; few clients send more.")]
+ClientCounts = Annotated[str | None, Option("Numbers of concurrent clients.", "N,N", "1,8; on a GPU 1,32,128,256")]
+PromptTokens = Annotated[int | None, Option("Tokens of each prompt.", absent="64; on a GPU 512")]
+OutputTokens = Annotated[int | None, Option("Tokens of each answer.", absent="64; on a GPU 128")]
+Rounds = Annotated[int, Option("Consecutive requests of each client; few clients send more.")]
 ArrivalShares = Annotated[
     str,
-    option(
-        "--arrivals",
-        "N,N",
+    Option(
         "Also send requests as Poisson arrivals at N % of capacity (that of the most clients); 0 for none. With "
         "--beside, of the capacity of the earlier run.",
+        "N,N",
     ),
 ]
 Repetitions = Annotated[
     int | None,
-    count(
-        "--repetitions",
-        "Repetitions, in which engine and server alternate; the figures are medians.",
-        show_default="5; on a GPU 1",
-    ),
+    Option("Repetitions, in which engine and server alternate; the figures are medians.", absent="5; on a GPU 1"),
 ]
 EngineOptions = Annotated[
     list[str] | None,
-    option(
-        "--engine-option",
-        "NAME=VALUE",
-        "Engine option of `sidestream serve`, such as max-running=64; may be given several times.",
-        show_default=False,
+    Option(
+        "Engine option of `sidestream serve`, such as max-running=64; may be given several times.", "NAME=VALUE", False
     ),
 ]
 ServeOptions = Annotated[
     list[str] | None,
-    option(
-        "--serve-option",
-        "NAME=VALUE",
-        "Other option of `sidestream serve`; may be given several times.",
-        show_default=False,
-    ),
+    Option("Other option of `sidestream serve`; may be given several times.", "NAME=VALUE", False),
 ]
 SlowReaders = Annotated[
     int,
-    count(
-        "--slow-readers",
-        "Instead, measure how much N clients that read one byte per second slow down the other clients.",
-    ),
+    Option("Instead, measure how much N clients that read one byte per second slow down the other clients."),
 ]
 Connections = Annotated[
     int,
-    count("--connections", "With --slow-readers, total number of open connections; those without requests are idle."),
+    Option("With --slow-readers, total number of open connections; those without requests are idle."),
 ]
-Against = Annotated[
-    str | None, option("--against", "URL", "Measure a running OpenAI-compatible server.", show_default=False)
-]
-Label = Annotated[str, option("--label", "NAME", "With --against, prefix of the figures' names.")]
+Against = Annotated[str | None, Option("Measure a running OpenAI-compatible server.", "URL", False)]
+Label = Annotated[str, Option("With --against, prefix of the figures' names.", "NAME")]
 Beside = Annotated[
     list[Path] | None,
-    option(
-        "--beside",
-        "FILE",
-        "With --against, earlier result of this command to compare with; may be given several times.",
-        show_default=False,
+    Option(
+        "With --against, earlier result of this command to compare with; may be given several times.", "FILE", False
     ),
 ]
 

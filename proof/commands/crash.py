@@ -8,13 +8,13 @@ from rich.console import Console
 
 from proof.commands.failures import say
 from proof.report import Figure, at_least, at_most, publish
-from sidestream.cli.declare import option, whole
+from sidestream.cli.declare import Option
 from sidestream.cli.options import AsJson
 
 _KILLS = 1000
 
-Kills = Annotated[int, option("--kills", "N", "Number of processes to kill.", parse=whole)]
-Seed = Annotated[int, option("--seed", "S", "Seed of requests, and of whom to kill; not of the moments.", parse=whole)]
+Kills = Annotated[int, Option("Number of processes to kill.")]
+Seed = Annotated[int, Option("Seed of requests, and of whom to kill; not of the moments.", "S")]
 
 
 def crash(kills: Kills = _KILLS, seed: Seed = 0, as_json: AsJson = False) -> None:

@@ -23,7 +23,7 @@ from proof.commands.failures import FailingSchedules, say, show_outcome
 from proof.commands.mutants import show_mutants
 from proof.commands.ranks import BLOCKS, show_ranks
 from proof.report import Figure, at_least, at_most, publish, was_given
-from sidestream.cli.declare import flag, number, option, whole
+from sidestream.cli.declare import Option, option
 from sidestream.cli.options import AsJson
 from sidestream.cli.progress import Steps
 from sidestream.errors import ConfigError
@@ -46,24 +46,18 @@ Names = Annotated[
 ]
 Schedules = Annotated[
     int | None,
-    option(
-        "--schedules",
-        "N",
+    Option(
         "Number of schedules (runs) to try; with --excuses, for each rule; with --auto-mutants, at most for each.",
-        f"{_SCHEDULES}, or none with --mutations, or 200 with --excuses, or 40 with --auto-mutants",
-        whole,
+        absent=f"{_SCHEDULES}, or none with --mutations, or 200 with --excuses, or 40 with --auto-mutants",
     ),
 ]
-Minutes = Annotated[float | None, option("--minutes", "M", "Minutes to run, instead of --schedules.", False, number)]
-Seed = Annotated[
-    int, option("--seed", "S", "Seed of the schedules; the same seed gives the same schedules.", parse=whole)
-]
+Minutes = Annotated[float | None, Option("Minutes to run, instead of --schedules.", "M", False)]
+Seed = Annotated[int, Option("Seed of the schedules; the same seed gives the same schedules.", "S")]
 Policies = Annotated[
     list[str] | None,
-    option(
-        "--policy",
-        "P",
+    Option(
         "Order of events: random, late, early, starve:STREAM or pct:DEPTH[:POINTS]; may be given several times.",
+        "P",
         "all",
     ),
 ]
@@ -76,71 +70,54 @@ With = Annotated[
         "all",
     ),
 ]
-First = Annotated[bool, flag("--first", "Stop at the first finding.")]
-Mutations = Annotated[
-    bool, flag("--mutations", "Remove rules from the code one by one; each removal must be detected.")
-]
+First = Annotated[bool, Option("Stop at the first finding.")]
+Mutations = Annotated[bool, Option("Remove rules from the code one by one; each removal must be detected.")]
 ExcusesFlag = Annotated[
     bool,
-    flag(
-        "--excuses",
-        "Check rules whose removal no schedule detects: a unit test must detect it instead. Needs a checkout.",
-    ),
+    Option("Check rules whose removal no schedule detects: a unit test must detect it instead. Needs a checkout."),
 ]
 AutoMutants = Annotated[
     bool,
-    flag(
-        "--auto-mutants",
+    Option(
         "Change each statement that orders work in standard ways; each change must be detected by schedules or by unit "
-        "tests. Needs a checkout.",
+        "tests. Needs a checkout."
     ),
 ]
 Only = Annotated[
     str,
-    option("--only", "PATTERN", "With --auto-mutants: only mutants whose names match, with wildcards * and ?.", "all"),
+    Option("With --auto-mutants: only mutants whose names match, with wildcards * and ?.", "PATTERN", "all"),
 ]
-ReplayFile = Annotated[Path | None, option("--replay", "FILE", "Replay a saved schedule.", False)]
-Workers = Annotated[int, option("--workers", "N", "Number of processes.", parse=whole)]
-Save = Annotated[
-    Path, option("--save", "DIR", "Directory for failing schedules, and for the results of --auto-mutants so far.")
-]
+ReplayFile = Annotated[Path | None, Option("Replay a saved schedule.", "FILE", False)]
+Workers = Annotated[int, Option("Number of processes.")]
+Save = Annotated[Path, Option("Directory for failing schedules, and for the results of --auto-mutants so far.", "DIR")]
 OnDevice = Annotated[
     str | None,
-    option(
-        "--device",
-        "D",
+    Option(
         "Test a real device, cuda or cpu: only its transfers, unless --requests or --tensor-parallel is given.",
+        "D",
         "a simulated device",
     ),
 ]
 Blocks = Annotated[
     int | None,
-    option(
-        "--blocks",
-        "N",
+    Option(
         "With --device: block transfers to run; with --mutations too: maximum for each mutation; with "
         "--tensor-parallel: on all ranks together.",
-        f"1,000,000 on cuda, 20,000 on cpu; with --tensor-parallel {BLOCKS[CUDA]:,} on cuda, {BLOCKS[CPU]:,} on cpu",
-        whole,
+        absent="1,000,000 on cuda, 20,000 on cpu; with --tensor-parallel "
+        f"{BLOCKS[CUDA]:,} on cuda, {BLOCKS[CPU]:,} on cpu",
     ),
 ]
 Requests = Annotated[
     int | None,
-    option("--requests", "N", "With --device: test a whole engine with N requests.", False, whole),
+    Option("With --device: test a whole engine with N requests.", absent=False),
 ]
 TensorParallel = Annotated[
     int | None,
-    option(
-        "--tensor-parallel",
-        "N",
-        "With --device: test a language model on N ranks: processes, each with a GPU or with the CPU.",
-        False,
-        whole,
+    Option(
+        "With --device: test a language model on N ranks: processes, each with a GPU or with the CPU.", absent=False
     ),
 ]
-CheckOrder = Annotated[
-    bool, flag("--check-order", "With --device: also run the order checker, with a tenth of the blocks.")
-]
+CheckOrder = Annotated[bool, Option("With --device: also run the order checker, with a tenth of the blocks.")]
 
 
 def torture(

@@ -23,7 +23,7 @@ import sidestream_kv
 from bench.__main__ import app as bench
 from proof.__main__ import app as proof
 from sidestream.cli.app import app
-from sidestream.cli.declare import RARE
+from sidestream.cli.declare import RARE, Option
 from sidestream.config import EngineConfig, KVEventsConfig, OffloadConfig, SpeculativeConfig
 from sidestream.server import ServerOptions
 
@@ -42,6 +42,7 @@ class _Command:
         found = {}
         for name, parameter in inspect.signature(self.function, eval_str=True).parameters.items():
             kind, *declared = get_args(parameter.annotation) or (parameter.annotation,)
+            assert not any(isinstance(one, Option) for one in declared), f"{self.path}: decorate it with `named`"
             if declared and isinstance(declared[0], OptionInfo):
                 found[name] = (kind, declared[0])
         return found

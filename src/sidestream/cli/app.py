@@ -10,7 +10,7 @@ from sidestream.cli.batch import batch
 from sidestream.cli.cache import app as cache_app
 from sidestream.cli.chat import chat
 from sidestream.cli.check_trace import PASSED_ON, check_trace
-from sidestream.cli.declare import Command, flag
+from sidestream.cli.declare import Command, flag, named
 from sidestream.cli.demo import demo
 from sidestream.cli.doctor import doctor
 from sidestream.cli.errors import Commands
@@ -53,17 +53,17 @@ def _global_options(
 
 
 app.command(cls=Command)(serve)
-app.command(cls=Command)(top)
+app.command(cls=Command)(named(top))
 app.command(cls=Command)(chat)
 app.command(cls=Command)(generate)
 app.command(cls=Command)(batch)
 app.add_typer(models_app, name="models")
 app.add_typer(cache_app, name="cache")
-app.command(cls=Command)(doctor)
-app.command(cls=Command)(demo)
-app.command(cls=Command)(verify)
-app.command(cls=Command)(explain)
-app.command("check-trace", cls=Command, context_settings=PASSED_ON)(check_trace)
+app.command(cls=Command)(named(doctor))
+app.command(cls=Command)(named(demo))
+app.command(cls=Command)(named(verify))
+app.command(cls=Command)(named(explain))
+app.command("check-trace", cls=Command, context_settings=PASSED_ON)(named(check_trace))
 
 _MOVED = {
     "bench": "`python -m bench` in a checkout of the repository",

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sidestream.cli.declare import option, whole
+from sidestream.cli.declare import Option
 from sidestream.cli.loading import start_logging
 from sidestream.cli.options import (
     DEMO_MODEL,
@@ -33,20 +33,14 @@ def batch(
     source: Annotated[Path, typer.Argument(metavar="IN", help="File of requests, a JSON object in each line.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="File for answers; those that it has are kept.")],
     model: Model = DEMO_MODEL,
-    url: Annotated[
-        str | None, option("--url", "URL", "Ask this running server in place of an engine.", show_default=False)
-    ] = None,
+    url: Annotated[str | None, Option("Ask this running server in place of an engine.", "URL", False)] = None,
     api_key: Annotated[
-        str | None, option("--api-key", "KEY", "With --url: the server's key.", False, envvar="OPENAI_API_KEY")
+        str | None, Option("With --url: the server's key.", "KEY", False, envvar="OPENAI_API_KEY")
     ] = None,
-    served_model_name: Annotated[
-        str | None, option("--served-model-name", "NAME", "Model name in the requests.", "the model's own")
-    ] = None,
+    served_model_name: Annotated[str | None, Option("Model name in the requests.", "NAME", "the model's own")] = None,
     concurrency: Annotated[
         int | None,
-        option(
-            "--concurrency", "N", "Requests at once.", f"some more than --max-running; {_URL_AT_ONCE} with --url", whole
-        ),
+        Option("Requests at once.", absent=f"some more than --max-running; {_URL_AT_ONCE} with --url"),
     ] = None,
     log_level: Logging = LogLevel.WARNING,
     *,

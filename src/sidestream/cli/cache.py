@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from sidestream.cli.declare import Command, Group, flag, option
+from sidestream.cli.declare import Command, Group, Option, named
 from sidestream.cli.options import AsJson, Logging, LogLevel
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A disk directory, as given to --offload-disk.")]
@@ -23,11 +23,10 @@ app = typer.Typer(
 
 
 @app.command(cls=Command)
+@named
 def serve(
-    socket: Annotated[
-        Path, option("--socket", "PATH", "Socket at which engines ask for memory: their --offload-shared-memory.")
-    ],
-    host_memory: Annotated[str, option("--host-memory", "SIZE", "Most memory for blocks, of all models together.")],
+    socket: Annotated[Path, Option("Socket at which engines ask for memory: their --offload-shared-memory.", "PATH")],
+    host_memory: Annotated[str, Option("Most memory for blocks, of all models together.", "SIZE")],
     log_level: Logging = LogLevel.INFO,
 ) -> None:
     """Own host memory for KV, which engines of this machine map and share, and which outlives them: an engine that
@@ -112,9 +111,10 @@ def describe(directory: Directory, as_json: AsJson = False) -> None:
 
 
 @app.command(cls=Command)
+@named
 def verify(
     directory: Directory,
-    delete: Annotated[bool, flag("--delete", help="Remove the damaged blocks.")] = False,
+    delete: Annotated[bool, Option("Remove the damaged blocks.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Read every block and compare it with its checksum. Exit status 1 if a block is damaged."""

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from sidestream.cli.answer import Answer, show_text
-from sidestream.cli.declare import option
+from sidestream.cli.declare import Option
 from sidestream.cli.errors import show_error
 from sidestream.cli.loading import running, start_logging
 from sidestream.cli.options import (
@@ -43,9 +43,7 @@ _COMMANDS = {
 @options_of(config=engine_config, watch=watching, params=sampling_params)
 def chat(
     model: Model = DEMO_MODEL,
-    system: Annotated[
-        str | None, option("--system", metavar="TEXT", help="System message.", show_default=False)
-    ] = None,
+    system: Annotated[str | None, Option("System message.", "TEXT", False)] = None,
     log_level: Logging = LogLevel.WARNING,
     *,
     config: EngineConfig,

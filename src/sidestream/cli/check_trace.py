@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from sidestream.cli.declare import option
+from sidestream.cli.declare import Option
 
 PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
 """Settings of the command: all arguments after the script's name belong to the script."""
@@ -16,7 +16,7 @@ PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_in
 Script = Annotated[Path, typer.Argument(metavar="SCRIPT", help="Python file, followed by its own arguments.")]
 OnDevice = Annotated[
     str,
-    option("--device", "D", "cuda, or cpu to simulate the GPU on the processor.", "cuda if there is a GPU"),
+    Option("cuda, or cpu to simulate the GPU on the processor.", "D", "cuda if there is a GPU"),
 ]
 
 

@@ -6,10 +6,12 @@ name, and the messages for an invalid number differ as well.
 
 from __future__ import annotations
 
+import inspect
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar, get_args
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -19,6 +21,7 @@ from sidestream.errors import ConfigError, SidestreamError
 from sidestream_kv.config import renamed_option
 
 Number = TypeVar("Number", int, float)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 RARE = frozenset(
     [
@@ -78,6 +81,50 @@ RARE = frozenset(
     ]
 )
 """Options that `--help` leaves out and `--help-all` shows: their defaults are right for nearly everybody."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option that has the name of its parameter: `rounds: Annotated[int, Option("Number of rounds.")] = 5`. The
+    decorator `named` declares it.
+
+    metavar   placeholder of the value in `--help`
+    absent    text in `--help` about the default; False: no text; True: the default itself
+    negated   whether an option without a value has a form `--no-NAME`
+    panel     group of options in `--help`
+    """
+
+    help: str
+    metavar: str = "N"
+    absent: str | bool = True
+    negated: bool = False
+    envvar: str | None = None
+    panel: str | None = None
+
+    def named(self, name: str, kind: Any) -> Any:
+        """The declaration of the option of a parameter with this name and type."""
+        spelled, kinds = f"--{name.replace('_', '-')}", {kind, *get_args(kind)}
+        if self.negated and bool in kinds:
+            spelled += f"/--no-{name.replace('_', '-')}"
+        parse = whole if kinds & {int, list[int]} else number if float in kinds else None
+        metavar = "" if bool in kinds else self.metavar
+        return option(spelled, metavar, self.help, self.absent, parse, envvar=self.envvar, panel=self.panel)
+
+
+def named(command: Function) -> Function:
+    """Decorator for a command: declare each `Option` with the name and the type of its parameter."""
+
+    def declare(parameter: inspect.Parameter) -> inspect.Parameter:
+        kind, *declared = get_args(parameter.annotation) or (parameter.annotation,)
+        if not declared or not isinstance(declared[0], Option):
+            return parameter
+        annotation: Any = Annotated[kind, declared[0].named(parameter.name, kind)]
+        return parameter.replace(annotation=annotation)
+
+    parameters = [declare(each) for each in inspect.signature(command, eval_str=True).parameters.values()]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command
 
 
 def option(

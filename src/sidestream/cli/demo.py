@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from sidestream.cli.declare import option
+from sidestream.cli.declare import Option
 from sidestream.cli.options import DEMO_MODEL
 from sidestream.cli.progress import Steps
 from sidestream.cli.prompt_runs import ChildEngine, PromptRun
@@ -31,9 +31,9 @@ _OTHERS = (
 
 def demo(
     model: Annotated[str, typer.Argument(help="Directory, hub id, or a name of `sidestream models`.")] = DEMO_MODEL,
-    out: Annotated[
-        Path, option("--out", metavar="DIR", help="Directory for timelines and stored KV; earlier KV in it is deleted.")
-    ] = Path("runs/demo"),
+    out: Annotated[Path, Option("Directory for timelines and stored KV; earlier KV in it is deleted.", "DIR")] = Path(
+        "runs/demo"
+    ),
 ) -> None:
     """Ask the same question three times: without cached KV, with KV from host memory, and from disk after a restart.
 

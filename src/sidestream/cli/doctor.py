@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sidestream.cli.declare import option
+from sidestream.cli.declare import Option
 from sidestream.cli.options import AsJson
 from sidestream.cli.probes import Finding, Status, findings
 from sidestream.cli.progress import Steps
@@ -24,11 +24,11 @@ _MARKS = {Status.OK: ("✓", "green"), Status.WARN: ("!", "yellow"), Status.FAIL
 def doctor(
     disk: Annotated[
         Path | None,
-        option("--disk", metavar="DIR", help="Measure the disk of this directory.", show_default="the cache directory"),
+        Option("Measure the disk of this directory.", "DIR", "the cache directory"),
     ] = None,
     model: Annotated[
         str | None,
-        option("--model", metavar="MODEL", help="Report the memory that KV and recurrent states of this model take."),
+        Option("Report the memory that KV and recurrent states of this model take.", "MODEL"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sidestream.cli.declare import flag, option
+from sidestream.cli.declare import Option
 from sidestream.cli.options import AsJson
 from sidestream.cli.verify import ApiKey, Url
 from sidestream.errors import ConfigError
@@ -27,9 +27,9 @@ def explain(
     file: Request,
     path: Annotated[
         str | None,
-        option("--path", "PATH", "Path of the request, such as /v1/messages.", show_default="by the body's fields"),
+        Option("Path of the request, such as /v1/messages.", "PATH", "by the body's fields"),
     ] = None,
-    twice: Annotated[bool, flag("--twice", help="Send the request twice, and explain the second one.")] = False,
+    twice: Annotated[bool, Option("Send the request twice, and explain the second one.")] = False,
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:

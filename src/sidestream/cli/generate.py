@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from sidestream.cli.answer import Answer, show_text
-from sidestream.cli.declare import flag, option
+from sidestream.cli.declare import Option, option
 from sidestream.cli.loading import running, start_logging
 from sidestream.cli.options import (
     DEMO_MODEL,
@@ -36,13 +36,9 @@ def generate(
         str | None,
         option("--prompt", short=("-p",), metavar="TEXT", help="Prompt to continue.", show_default="read from stdin"),
     ] = None,
-    prompt_file: Annotated[
-        Path | None, option("--prompt-file", metavar="FILE", help="File with the prompt, in UTF-8.", show_default=False)
-    ] = None,
-    chat: Annotated[bool, flag("--chat", help="Format the prompt as a question with the chat template.")] = False,
-    system: Annotated[
-        str | None, option("--system", metavar="TEXT", help="System message, with --chat.", show_default=False)
-    ] = None,
+    prompt_file: Annotated[Path | None, Option("File with the prompt, in UTF-8.", "FILE", False)] = None,
+    chat: Annotated[bool, Option("Format the prompt as a question with the chat template.")] = False,
+    system: Annotated[str | None, Option("System message, with --chat.", "TEXT", False)] = None,
     as_json: AsJson = False,
     log_level: Logging = LogLevel.WARNING,
     *,

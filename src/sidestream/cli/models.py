@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sidestream.cli.declare import Command, Group, option, whole
+from sidestream.cli.declare import Command, Group, Option, named
 from sidestream.cli.loading import prepare_model
 from sidestream.cli.options import DEMO_MODEL, AsJson, Model
 from sidestream.cli.train import train_mtp
@@ -60,14 +60,13 @@ def prepare(
 
 
 @app.command(cls=Command)
+@named
 def check(
     model: Model,
-    device: Annotated[str, option("--device", "DEVICE", "cpu, cuda, or auto: cuda if a GPU is usable.")] = "auto",
-    dtype: Annotated[str, option("--dtype", "TYPE", "auto, float32, float16 or bfloat16.")] = "auto",
-    kv_cache_dtype: Annotated[
-        str, option("--kv-cache-dtype", "|".join(KV_CACHE_DTYPES), "fp8: KV in 8 bits.")
-    ] = "auto",
-    tensor_parallel: Annotated[int, option("--tensor-parallel", "N", "Number of ranks.", parse=whole)] = 1,
+    device: Annotated[str, Option("cpu, cuda, or auto: cuda if a GPU is usable.", "DEVICE")] = "auto",
+    dtype: Annotated[str, Option("auto, float32, float16 or bfloat16.", "TYPE")] = "auto",
+    kv_cache_dtype: Annotated[str, Option("fp8: KV in 8 bits.", "|".join(KV_CACHE_DTYPES))] = "auto",
+    tensor_parallel: Annotated[int, Option("Number of ranks.")] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Say whether a model is served, how, and what memory it needs. Reads its config and the headers of its files.
@@ -111,7 +110,7 @@ def check(
         console.print(f"  {name:<12} {text}")
 
 
-app.command("train-mtp", cls=Command)(train_mtp)
+app.command("train-mtp", cls=Command)(named(train_mtp))
 
 
 def _products(facts: Any) -> str:

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sidestream.cli.declare import flag, option
+from sidestream.cli.declare import Option, flag, named
 from sidestream.cli.tables import Row, Table, declared
 from sidestream.config import (
     KV_CACHE_DTYPES,
@@ -62,7 +62,7 @@ class LogFormat(StrEnum):
     JSON = "json"
 
 
-Logging = Annotated[LogLevel, option("--log-level", metavar="|".join(LogLevel), help="Log level on standard error.")]
+Logging = Annotated[LogLevel, Option("Log level on standard error.", "|".join(LogLevel))]
 
 
 _ENGINE = Table(
@@ -353,21 +353,14 @@ def watching(
     *,
     timeline: Annotated[
         Path | None,
-        option(
-            "--timeline",
-            "FILE",
-            "Write a timeline of all streams to this file, for ui.perfetto.dev.",
-            show_default=False,
-            panel="Watching",
-        ),
+        Option("Write a timeline of all streams to this file, for ui.perfetto.dev.", "FILE", False, panel="Watching"),
     ] = None,
     check_order: Annotated[
         bool,
-        flag(
-            "--check-order",
-            panel="Watching",
-            help="Check with vector clocks that copies and forward passes do not race. Slower; a race is an error at "
+        Option(
+            "Check with vector clocks that copies and forward passes do not race. Slower; a race is an error at "
             "the end.",
+            panel="Watching",
         ),
     ] = False,
 ) -> Watching:
@@ -411,7 +404,6 @@ def options_of(**makers: Callable[..., Any]) -> Callable[[Callable[..., None]], 
             raise TypeError(f"{command.__name__} has options twice: {', '.join(twice)}")
         by_name = [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in everything]
         run.__signature__ = inspect.Signature(by_name)  # type: ignore[attr-defined]
-        run.__annotations__ = {parameter.name: parameter.annotation for parameter in everything}
-        return run
+        return named(run)
 
     return decorate

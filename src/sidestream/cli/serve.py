@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from sidestream.cli.config_file import ConfigFile
-from sidestream.cli.declare import flag, option, whole
+from sidestream.cli.declare import Option
 from sidestream.cli.loading import LOG_FORMAT, exit_if_hung, prepare_model, start, start_logging
 from sidestream.cli.options import (
     DEMO_MODEL,
@@ -54,25 +54,14 @@ def serve(
     config: ConfigFile = None,
     api_processes: Annotated[
         int | None,
-        option(
-            "--api-processes",
-            "N",
-            "HTTP processes, in addition to the engine's process.",
-            "one per four cores, at most 8",
-            whole,
-        ),
+        Option("HTTP processes, in addition to the engine's process.", absent="one per four cores, at most 8"),
     ] = None,
     single_process: Annotated[
         bool,
-        flag(
-            "--single-process",
-            "Run engine and HTTP in one process: uses less memory, but streams get tokens in bursts.",
-        ),
+        Option("Run engine and HTTP in one process: uses less memory, but streams get tokens in bursts."),
     ] = False,
     log_level: Logging = LogLevel.INFO,
-    log_format: Annotated[
-        LogFormat, option("--log-format", "|".join(LogFormat), "Format of the log's lines.")
-    ] = LogFormat.TEXT,
+    log_format: Annotated[LogFormat, Option("Format of the log's lines.", "|".join(LogFormat))] = LogFormat.TEXT,
     *,
     server: ServerOptions,
     events: KVEventsConfig | None,

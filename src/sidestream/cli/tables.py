@@ -15,11 +15,9 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from types import NoneType
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
-from sidestream.cli.declare import number, option, whole
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+from sidestream.cli.declare import Function, Option
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,24 +75,23 @@ class Table:
             kind = str if row.metavar == "SIZE" else list[str] if kind == tuple[str, ...] else kind
             if self._is_part or row.metavar == "SIZE" or kind == list[str]:
                 kind = kind | None
-            parse = next((parse for of, parse in ((int, whole), (float, number)) if kind in (of, of | None)), None)
-            spelled = f"--{name.replace('_', '-')}"
-            if kind in (bool, bool | None) and row.negated:
-                spelled += f"/--no-{name.replace('_', '-')}"
-            declared = option(spelled, row.metavar, row.help, row.absent, parse, envvar=row.envvar, panel=self._panel)
+            about = Option(row.help, row.metavar, row.absent, row.negated, row.envvar, self._panel)
             default = None if NoneType in get_args(kind) else defaults[row.field]
             yield inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, declared]
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=default,
+                annotation=Annotated[kind, about.named(name, kind)],
             )
 
     def _name(self, row: Row) -> str:
         return row.name or self._prefix + row.field
 
 
-def declared(*tables: Table) -> Callable[[_Function], _Function]:
+def declared(*tables: Table) -> Callable[[Function], Function]:
     """Decorator for a function whose keyword arguments are the options of these tables."""
 
-    def decorate(function: _Function) -> _Function:
+    def decorate(function: Function) -> Function:
         parameters = [parameter for table in tables for parameter in table.parameters()]
         function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return function

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from sidestream.cli.declare import flag, option
+from sidestream.cli.declare import Option, flag
 from sidestream.cli.top_view import Screen
 from sidestream.errors import ConfigError, SidestreamError
 
@@ -26,10 +26,8 @@ Url = Annotated[str, typer.Argument(metavar="URL", help="Sidestream server, such
 
 def top(
     url: Url = "http://127.0.0.1:8000",
-    api_key: Annotated[
-        str | None, option("--api-key", "KEY", "The server's API key.", False, envvar="SIDESTREAM_API_KEY")
-    ] = None,
-    once: Annotated[bool, flag("--once", "Print one sample and end.")] = False,
+    api_key: Annotated[str | None, Option("The server's API key.", "KEY", False, envvar="SIDESTREAM_API_KEY")] = None,
+    once: Annotated[bool, Option("Print one sample and end.")] = False,
     as_json: Annotated[bool, flag("--json", "Print one sample as a JSON object and end.")] = False,
 ) -> None:
     """Show what the server at URL does: its streams, requests, tiers, steps and drafts. Ctrl-C ends.

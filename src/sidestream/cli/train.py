@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
 
-from sidestream.cli.declare import number, option, whole
+from sidestream.cli.declare import Option, option
 from sidestream.cli.loading import prepare_model
 from sidestream.cli.options import DEMO_MODEL, Model
 from sidestream.cli.progress import Steps
@@ -49,27 +49,21 @@ def train_mtp(
             help="File of the trained head; files to resume the run are stored in the same directory.",
         ),
     ] = Path("head.safetensors"),
-    steps: Annotated[int, option("--steps", metavar="N", help="Training steps.", parse=whole)] = 3000,
-    batch: Annotated[int, option("--batch", metavar="N", help="Sequences per batch.", parse=whole)] = 16,
-    length: Annotated[int, option("--length", metavar="N", help="Tokens per sequence.", parse=whole)] = 512,
-    drafts: Annotated[
-        int, option("--drafts", metavar="N", help="Consecutive tokens that the head learns to draft.", parse=whole)
-    ] = 4,
-    answers: Annotated[
-        int, option("--answers", metavar="N", help="Tokens of the model's own answers to train on.", parse=whole)
-    ] = 3_000_000,
+    steps: Annotated[int, Option("Training steps.")] = 3000,
+    batch: Annotated[int, Option("Sequences per batch.")] = 16,
+    length: Annotated[int, Option("Tokens per sequence.")] = 512,
+    drafts: Annotated[int, Option("Consecutive tokens that the head learns to draft.")] = 4,
+    answers: Annotated[int, Option("Tokens of the model's own answers to train on.")] = 3_000_000,
     text: Annotated[
         list[Path] | None,
-        option("--text", metavar="FILE", help="Text file to train on, in UTF-8; may be given several times."),
+        Option("Text file to train on, in UTF-8; may be given several times.", "FILE"),
     ] = None,
-    learning_rate: Annotated[
-        float, option("--learning-rate", metavar="R", help="Peak learning rate.", parse=number)
-    ] = 1e-3,
+    learning_rate: Annotated[float, Option("Peak learning rate.", "R")] = 1e-3,
     seed: Annotated[
         int,
-        option("--seed", metavar="N", help="Random seed; equal seeds give equal heads on one machine.", parse=whole),
+        Option("Random seed; equal seeds give equal heads on one machine."),
     ] = 0,
-    device: Annotated[str, option("--device", metavar="DEVICE", help="cpu, cuda, or auto.")] = "auto",
+    device: Annotated[str, Option("cpu, cuda, or auto.", "DEVICE")] = "auto",
 ) -> None:
     """Train a draft head for a model (speculative decoding) on the model's own answers to tasks, and on texts.
 

@@ -8,66 +8,44 @@ from typing import Annotated
 
 import typer
 
-from sidestream.cli.declare import number, option, whole
+from sidestream.cli.declare import Option
 from sidestream.cli.options import AsJson
 from sidestream.cli.progress import Steps
 
 Url = Annotated[str, typer.Argument(metavar="URL", help="OpenAI-compatible server, such as http://127.0.0.1:8000.")]
 
-ApiKey = Annotated[str | None, option("--api-key", "KEY", "Bearer token of the server.", envvar="OPENAI_API_KEY")]
+ApiKey = Annotated[str | None, Option("Bearer token of the server.", "KEY", envvar="OPENAI_API_KEY")]
 
 BlockTokens = Annotated[
     int | None,
-    option(
-        "--block-tokens",
-        "N",
-        "Tokens of the server's KV blocks.",
-        show_default="found from what the server says it reused, else 16",
-        parse=whole,
-    ),
+    Option("Tokens of the server's KV blocks.", absent="found from what the server says it reused, else 16"),
 ]
 Longest = Annotated[
     int | None,
-    option(
-        "--longest",
-        "N",
-        "Tokens of the longest prompt.",
-        show_default="512, or eight blocks and an answer",
-        parse=whole,
-    ),
+    Option("Tokens of the longest prompt.", absent="512, or eight blocks and an answer"),
 ]
 
 
 def verify(
     url: Url,
-    model: Annotated[
-        str | None, option("--model", "NAME", "Model to ask for.", show_default="the first one of /v1/models")
-    ] = None,
+    model: Annotated[str | None, Option("Model to ask for.", "NAME", "the first one of /v1/models")] = None,
     api_key: ApiKey = None,
-    questions: Annotated[int, option("--questions", "N", "Number of different requests.", parse=whole)] = 20,
-    output_tokens: Annotated[int, option("--output-tokens", "N", "Tokens of each answer.", parse=whole)] = 8,
+    questions: Annotated[int, Option("Number of different requests.")] = 20,
+    output_tokens: Annotated[int, Option("Tokens of each answer.")] = 8,
     block_tokens: BlockTokens = None,
     longest: Longest = None,
-    repeats: Annotated[
-        int, option("--repeats", "N", "Times that all is asked again at once; finds rarer faults.", parse=whole)
-    ] = 6,
+    repeats: Annotated[int, Option("Times that all is asked again at once; finds rarer faults.")] = 6,
     pressure_tokens: Annotated[
         int,
-        option("--pressure-tokens", "N", "Tokens of unrelated prompts that shall evict what was asked.", parse=whole),
+        Option("Tokens of unrelated prompts that shall evict what was asked."),
     ] = 65_536,
-    pressure_seconds: Annotated[
-        float, option("--pressure-seconds", "SECONDS", "No more of these prompts after this time.", parse=number)
-    ] = 20.0,
-    restart_command: Annotated[
-        str, option("--restart-command", "COMMAND", "Shell command that restarts the server.", show_default="none")
-    ] = "",
+    pressure_seconds: Annotated[float, Option("No more of these prompts after this time.", "SECONDS")] = 20.0,
+    restart_command: Annotated[str, Option("Shell command that restarts the server.", "COMMAND", "none")] = "",
     beside: Annotated[
         str | None,
-        option("--beside", "URL", "Server of the same model that must answer alike, such as one without drafts."),
+        Option("Server of the same model that must answer alike, such as one without drafts.", "URL"),
     ] = None,
-    seed: Annotated[
-        int | None, option("--seed", "S", "Seed of the prompts.", show_default="another in each run", parse=whole)
-    ] = None,
+    seed: Annotated[int | None, Option("Seed of the prompts.", "S", "another in each run")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Repeat requests after a server has cached, evicted or restored their KV, and report answers that changed.
