@@ -14,7 +14,7 @@ from pydantic import FailFast, Field
 from starlette.types import Send
 
 from sidestream.formats import AnswerFormat, AnswerParser, Arguments, CallBegun, Content, Event, Reasoning
-from sidestream.server.body import EVENT_STREAM, Strict, parse_object, to_json
+from sidestream.server.body import EVENT_STREAM, Strict, event_lines, parse_object, to_json
 from sidestream.server.cache_marks import CacheControl, Cut, created, marks_of
 from sidestream.server.errors import ApiError, bad_request
 from sidestream.server.fields import Body, Call, Served, chat_call, checked
@@ -297,21 +297,18 @@ class MessagesReply:
             for part in parts:
                 events += blocks.add(part)
             if events:
-                await _send(send, events, more=True)
+                await send({"type": "http.response.body", "body": event_lines(events), "more_body": True})
 
         await self._generate(emit)
         ending = {"type": "message_delta", "delta": self._ending(blocks.has_calls), **self._usage()}
-        await _send(send, [*blocks.close(), ending, {"type": "message_stop"}], more=False)
+        last = event_lines([*blocks.close(), ending, {"type": "message_stop"}])
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def _read(self, delta: Delta) -> list[Event]:
         """Count a delta. Returns the parts of the answer that it brings, without the stop sequence."""
-        usage, text = self._record.usage, delta.text
-        if not self._has_prompt:
-            self._has_prompt = True
-            usage.add_prompt(delta)
-        usage.output_tokens += len(delta.token_ids)
-        if delta.token_ids:
-            self._record.on_token()
+        text = delta.text
+        self._record.count(delta, is_first=not self._has_prompt)
+        self._has_prompt = True
         if delta.finish_reason is not None:
             self._stop_reason = _STOP_REASONS[delta.finish_reason]
         if delta.finish_reason == "stop":  # the last delta has the whole stop sequence: no part of it was sent before
@@ -386,8 +383,3 @@ class _BlockEvents:
     def _piece(self, start: Json, delta: Json) -> list[Json]:
         begun = [] if self._open == start["type"] else self._begin(start)
         return [*begun, {"type": "content_block_delta", "index": self._number, "delta": delta}]
-
-
-async def _send(send: Send, events: list[Json], *, more: bool) -> None:
-    body = b"".join(b"event: " + event["type"].encode() + b"\ndata: " + to_json(event) + b"\n\n" for event in events)
-    await send({"type": "http.response.body", "body": body, "more_body": more})

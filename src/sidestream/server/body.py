@@ -318,6 +318,11 @@ def to_json(value: Any) -> bytes:
     return text
 
 
+def event_lines(events: Sequence[Mapping[str, Any]]) -> bytes:
+    """Server-sent events that are named by their types."""
+    return b"".join(b"event: " + event["type"].encode() + b"\ndata: " + to_json(event) + b"\n\n" for event in events)
+
+
 class JsonResponse(Response):
     """A response whose content is encoded with `to_json`."""
 

@@ -292,12 +292,8 @@ class _Reply:
             reason = delta.finish_reason and "length"
             delta = msgspec.structs.replace(delta, text="", token_ids=(), logprobs=(), finish_reason=reason)
         prompt = index // self._call.params.n
-        if prompt not in self._counted:
-            self._counted.add(prompt)
-            self._record.usage.add_prompt(delta)
-        self._record.usage.output_tokens += len(delta.token_ids)
-        if delta.token_ids:
-            self._record.on_token()
+        self._record.count(delta, is_first=prompt not in self._counted)
+        self._counted.add(prompt)
         return delta
 
     def _delta_chunk(self, index: int, delta: Delta) -> Json | None:

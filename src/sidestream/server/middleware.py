@@ -23,6 +23,7 @@ from sidestream.server.errors import ApiError, ClientGone, as_api_error, checked
 from sidestream.server.options import ServerOptions
 from sidestream.server.rate_limits import Grant, RateLimits
 from sidestream.server.responses import Usage
+from sidestream.types import Delta
 
 log = logging.getLogger("sidestream.server")
 
@@ -70,9 +71,12 @@ class RequestRecord:
         """Name of the request's key; empty: it has no key of the file of keys."""
         return "" if self.grant is None else self.grant.key.name
 
-    def on_token(self) -> None:
-        """Record the time of the first token."""
-        if self.first_token is None:
+    def count(self, delta: Delta, *, is_first: bool) -> None:
+        """Count a delta of the reply, and the prompt with the first one of each prompt."""
+        if is_first:
+            self.usage.add_prompt(delta)
+        self.usage.output_tokens += len(delta.token_ids)
+        if delta.token_ids and self.first_token is None:
             self.first_token = time.monotonic()
 
 

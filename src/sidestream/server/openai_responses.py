@@ -31,7 +31,7 @@ from sidestream.formats import (
     Event,
     Reasoning,
 )
-from sidestream.server.body import EVENT_STREAM, Strict, parse_json, parse_object, to_json
+from sidestream.server.body import EVENT_STREAM, Strict, event_lines, parse_json, parse_object, to_json
 from sidestream.server.cache_fields import CacheFields
 from sidestream.server.errors import ApiError, bad_request
 from sidestream.server.fields import Body, Call, Served, chat_call, checked
@@ -447,22 +447,17 @@ class ResponsesReply:
             for part in parts:
                 self._output.add(part)
             if events := self._output.take():
-                await send({"type": "http.response.body", "body": _lines(events), "more_body": True})
+                await send({"type": "http.response.body", "body": event_lines(events), "more_body": True})
 
         await self._generate(emit)
         response = await self._finish()
         self._output.say(f"response.{response['status']}", response=response)
-        await send({"type": "http.response.body", "body": _lines(self._output.take()), "more_body": False})
+        await send({"type": "http.response.body", "body": event_lines(self._output.take()), "more_body": False})
 
     def _read(self, delta: Delta) -> list[Event]:
         """Count a delta. Returns the parts of the answer that it brings."""
-        usage = self._record.usage
-        if not self._has_prompt:
-            self._has_prompt = True
-            usage.add_prompt(delta)
-        usage.output_tokens += len(delta.token_ids)
-        if delta.token_ids:
-            self._record.on_token()
+        self._record.count(delta, is_first=not self._has_prompt)
+        self._has_prompt = True
         if delta.finish_reason is not None:
             self._is_cut = delta.finish_reason == "length"
         events = answer_events(self._call, self._parser, delta)
@@ -509,7 +504,7 @@ class ResponsesReply:
         reason = {"code": "server_error", "message": fields["message"]}
         self._output.say("error", code=fields["code"], message=fields["message"], param=fields["param"])
         self._output.say("response.failed", response=self._response("failed", reason))
-        return _lines(self._output.take())
+        return event_lines(self._output.take())
 
 
 # Prefix of an item's id, and the name of its text in events, by the item's type
@@ -609,7 +604,3 @@ class _Output:
 def _part(kind: str, text: str) -> Json:
     part: Json = {"type": _SPELLING[kind][1], "text": text}
     return part | ({"annotations": [], "logprobs": []} if kind == "message" else {})
-
-
-def _lines(events: list[Json]) -> bytes:
-    return b"".join(b"event: " + event["type"].encode() + b"\ndata: " + to_json(event) + b"\n\n" for event in events)
