@@ -8,7 +8,7 @@ from typing import Literal
 
 from sidestream_kv.offload.tiers.base import TierContext
 from sidestream_kv.offload.tiers.entry_format import HEADER_BYTES
-from sidestream_kv.offload.tiers.store_tier import StoreTier
+from sidestream_kv.offload.tiers.store_tier import StoreTier, copied
 
 Call = Literal["heads", "get", "put", "delete"]
 
@@ -40,12 +40,7 @@ class MemoryStore:
         self._begin("get")
         with self._lock:
             value = self.values.get(name)
-        if value is None:
-            return -1
-        head[: min(HEADER_BYTES, len(value))] = value[:HEADER_BYTES]
-        if len(value) == HEADER_BYTES + len(block):
-            block[:] = value[HEADER_BYTES:]
-        return len(value)
+        return copied(None if value is None else memoryview(value), head, block)
 
     def put(self, name: str, head: bytes, block: memoryview) -> None:
         """See `ValueStore.put`."""

@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from sidestream_kv.config import OffloadConfig, parse_bytes, unknown_name
+from sidestream_kv.config import OffloadConfig, parse_bytes
 from sidestream_kv.errors import ConfigError, TierError, TierFull
 from sidestream_kv.offload.tiers.base import TierContext, TierKind
 from sidestream_kv.offload.tiers.entry_format import HEADER_BYTES
-from sidestream_kv.offload.tiers.store_tier import StoreTier, seconds, value_bytes
+from sidestream_kv.offload.tiers.store_tier import StoreTier, options_of, value_bytes
 
 NAME = "mooncake"
 T = TypeVar("T")
@@ -157,17 +157,12 @@ def _package() -> Any:
 
 
 def _open(config: OffloadConfig, context: TierContext) -> StoreTier | None:
-    options = config.tiers.get(NAME)
-    if options is None:
+    names = {"host": "127.0.0.1", "segment": "0", "protocol": "tcp", "devices": "", "prefix": "sidestream"}
+    given = options_of(config, NAME, master=None, **names, timeout_s=5.0)
+    if given is None:
         return None
-    given: dict[str, Any] = {"host": "127.0.0.1", "segment": "0", "protocol": "tcp", "devices": "", "capacity": "1TiB"}
-    given |= {"prefix": "sidestream", "timeout_s": 5.0, "master": None, **options}
-    if (unknown := given.keys() - _OPTIONS) or not isinstance(given["master"], str):
-        raise ConfigError(
-            unknown_name("option of the tier mooncake", min(unknown), _OPTIONS)
-            if unknown
-            else "the tier mooncake has no master: give its address, such as 127.0.0.1:50051"
-        )
+    if not isinstance(given["master"], str):
+        raise ConfigError("the tier mooncake has no master: give its address, such as 127.0.0.1:50051")
     store = MooncakeStore(
         given["master"],
         host=given["host"],
@@ -175,12 +170,9 @@ def _open(config: OffloadConfig, context: TierContext) -> StoreTier | None:
         protocol=given["protocol"],
         devices=given["devices"],
         value_bytes=value_bytes(context.layout),
-        timeout_s=seconds(given["timeout_s"], "mooncake timeout_s"),
+        timeout_s=given["timeout_s"],
     )
-    capacity = parse_bytes(given["capacity"], option="mooncake capacity")
-    return StoreTier(store, context, name=NAME, prefix=given["prefix"], capacity_bytes=capacity)
+    return StoreTier(store, context, name=NAME, prefix=given["prefix"], capacity_bytes=given["capacity"])
 
-
-_OPTIONS = frozenset({"master", "host", "segment", "protocol", "devices", "prefix", "capacity", "timeout_s"})
 
 KIND = TierKind(NAME, _open, ranks=True)

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from sidestream_kv.config import OffloadConfig, parse_bytes, unknown_name
+from sidestream_kv.config import OffloadConfig
 from sidestream_kv.errors import ConfigError, TierError, TierFull
 from sidestream_kv.offload.tiers.base import TierContext, TierKind
 from sidestream_kv.offload.tiers.entry_format import HEADER_BYTES
-from sidestream_kv.offload.tiers.store_tier import StoreTier, seconds
+from sidestream_kv.offload.tiers.store_tier import StoreTier, copied, options_of, seconds
 
 NAME = "redis"
 
@@ -79,14 +79,7 @@ class RedisStore:
         """See `ValueStore.get`."""
         with self._translated():
             value = self._client.getex(name, **self._expiry) if self._expiry else self._client.get(name)
-        if value is None:
-            return -1
-        view = memoryview(value)
-        first = view[:HEADER_BYTES]
-        head[: len(first)] = first
-        if len(view) == HEADER_BYTES + len(block):
-            block[:] = view[HEADER_BYTES:]
-        return len(view)
+        return copied(None if value is None else memoryview(value), head, block)
 
     def put(self, name: str, head: bytes, block: memoryview) -> None:
         """See `ValueStore.put`."""
@@ -142,24 +135,16 @@ def _package() -> Any:
 
 
 def _open(config: OffloadConfig, context: TierContext) -> StoreTier | None:
-    options = config.tiers.get(NAME)
+    options = options_of(config, NAME, url=None, prefix="sidestream", timeout_s=1.0, ttl_s=None)
     if options is None:
         return None
-    given = dict(options)
-    url, prefix = given.pop("url", None), given.pop("prefix", "sidestream")
-    capacity = parse_bytes(given.pop("capacity", "1TiB"), option="redis capacity")
-    timeout_s = seconds(given.pop("timeout_s", 1.0), "redis timeout_s")
-    ttl_s = given.pop("ttl_s", None)
-    if given:
-        raise ConfigError(unknown_name("option of the tier redis", next(iter(given)), _OPTIONS))
+    url, ttl_s = options["url"], options["ttl_s"]
     if not isinstance(url, str):
         raise ConfigError("the tier redis has no url: give one, such as redis://127.0.0.1:6379/0")
-    store = RedisStore(url, timeout_s=timeout_s, ttl_s=None if ttl_s is None else seconds(ttl_s, "redis ttl_s"))
+    ttl_s = None if ttl_s is None else seconds(ttl_s, "redis ttl_s")
+    store = RedisStore(url, timeout_s=options["timeout_s"], ttl_s=ttl_s)
     store.check()
-    return StoreTier(store, context, name=NAME, prefix=prefix, capacity_bytes=capacity)
-
-
-_OPTIONS = ("url", "prefix", "capacity", "timeout_s", "ttl_s")
+    return StoreTier(store, context, name=NAME, prefix=options["prefix"], capacity_bytes=options["capacity"])
 
 
 KIND = TierKind(NAME, _open, ranks=True)

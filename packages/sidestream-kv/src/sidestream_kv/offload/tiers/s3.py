@@ -15,11 +15,11 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
-from sidestream_kv.config import OffloadConfig, parse_bytes, unknown_name
+from sidestream_kv.config import OffloadConfig
 from sidestream_kv.errors import ConfigError, TierError
 from sidestream_kv.offload.tiers.base import TierContext, TierKind
 from sidestream_kv.offload.tiers.entry_format import HEADER_BYTES
-from sidestream_kv.offload.tiers.store_tier import StoreTier, seconds
+from sidestream_kv.offload.tiers.store_tier import StoreTier, copied, options_of
 
 NAME = "s3"
 # Requests for headers that are under way at the same time.
@@ -84,14 +84,7 @@ class S3Store:
     def get(self, name: str, head: bytearray, block: memoryview) -> int:
         """See `ValueStore.get`."""
         with self._translated():
-            value = self._read(name)
-        if value is None:
-            return -1
-        first = value[:HEADER_BYTES]
-        head[: len(first)] = first
-        if len(value) == HEADER_BYTES + len(block):
-            block[:] = value[HEADER_BYTES:]
-        return len(value)
+            return copied(self._read(name), head, block)
 
     def put(self, name: str, head: bytes, block: memoryview) -> None:
         """See `ValueStore.put`."""
@@ -148,27 +141,19 @@ def _package() -> Any:
 
 
 def _open(config: OffloadConfig, context: TierContext) -> StoreTier | None:
-    options = config.tiers.get(NAME)
+    options = options_of(config, NAME, url=None, endpoint=None, region=None, timeout_s=2.0)
     if options is None:
         return None
-    given = dict(options)
-    url, endpoint, region = (given.pop(name, None) for name in ("url", "endpoint", "region"))
-    capacity = parse_bytes(given.pop("capacity", "1TiB"), option="s3 capacity")
-    timeout_s = seconds(given.pop("timeout_s", 2.0), "s3 timeout_s")
-    if given:
-        raise ConfigError(unknown_name("option of the tier s3", next(iter(given)), _OPTIONS))
+    url, endpoint = options["url"], options["endpoint"]
     parts = urlsplit(url) if isinstance(url, str) else urlsplit("")
     if parts.scheme != NAME or not parts.netloc:
         raise ConfigError(f"s3 url is {url!r}: give s3://BUCKET or s3://BUCKET/PREFIX")
     if endpoint is not None and urlsplit(str(endpoint)).scheme not in ("http", "https"):
         raise ConfigError(f"s3 endpoint is {endpoint!r}: give the server's URL, such as http://127.0.0.1:9000")
-    store = S3Store(parts.netloc, endpoint=endpoint, region=region, timeout_s=timeout_s)
+    store = S3Store(parts.netloc, endpoint=endpoint, region=options["region"], timeout_s=options["timeout_s"])
     store.check()
     prefix = parts.path.strip("/") or "sidestream"
-    return StoreTier(store, context, name=NAME, prefix=prefix, capacity_bytes=capacity)
-
-
-_OPTIONS = ("url", "endpoint", "region", "capacity", "timeout_s")
+    return StoreTier(store, context, name=NAME, prefix=prefix, capacity_bytes=options["capacity"])
 
 
 KIND = TierKind(NAME, _open, ranks=True)

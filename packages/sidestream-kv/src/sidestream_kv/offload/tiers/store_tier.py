@@ -21,8 +21,9 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+from sidestream_kv.config import OffloadConfig, parse_bytes, unknown_name
 from sidestream_kv.errors import ConfigError, TierCorrupt, TierError, TierFull
 from sidestream_kv.kv.layout import BlockLayout
 from sidestream_kv.offload.tiers.base import Block, TierContext
@@ -171,6 +172,33 @@ class StoreTier:
             self._reason = str(error)
             self._resumes_s = time.monotonic() + PAUSE_S
             raise
+
+
+def copied(value: memoryview | None, head: bytearray, block: memoryview) -> int:
+    """Copy a value that is in memory as a whole; None: it is absent. See `ValueStore.get`."""
+    if value is None:
+        return -1
+    first = value[:HEADER_BYTES]
+    head[: len(first)] = first
+    if len(value) == HEADER_BYTES + len(block):
+        block[:] = value[HEADER_BYTES:]
+    return len(value)
+
+
+def options_of(config: OffloadConfig, name: str, **defaults: Any) -> dict[str, Any] | None:
+    """The options of a store's tier, with `defaults` of those that it has besides `capacity`; None: the config has no
+    such tier. Raises ConfigError.
+    """
+    given = config.tiers.get(name)
+    if given is None:
+        return None
+    defaults["capacity"] = "1TiB"
+    if (unknown := next((option for option in given if option not in defaults), None)) is not None:
+        raise ConfigError(unknown_name(f"option of the tier {name}", unknown, tuple(defaults)))
+    options = {**defaults, **given}
+    options["capacity"] = parse_bytes(options["capacity"], option=f"{name} capacity")
+    options["timeout_s"] = seconds(options["timeout_s"], f"{name} timeout_s")
+    return options
 
 
 def seconds(value: object, option: str) -> float:
