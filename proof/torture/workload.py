@@ -8,9 +8,11 @@ queue).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
+
+import msgspec
 
 from proof.mutations import Feature
 from sidestream.errors import ConfigError
@@ -325,44 +327,20 @@ def from_plain(values: object) -> Workload:
 
 
 def _workload(values: Any) -> Workload:
-    given = dict(values)
-    vocab = given.get("vocab", VOCAB)
-    requests = tuple(_asked(dict(asked), vocab) for asked in given.pop("requests"))
-    events = tuple(Event(**_checked(dict(event), Event)) for event in given.pop("events"))
-    faults = tuple(Fault(**_checked(dict(fault), Fault)) for fault in given.pop("faults"))
-    for fault in faults:
-        if fault.kind not in FAULTS_OF.get(fault.operation, ()):
+    workload = msgspec.convert(values, Workload)
+    parts = [(values, workload)]
+    for name in ("requests", "events", "faults"):
+        parts += zip(values[name], getattr(workload, name), strict=True)
+    for given, part in parts:
+        for name, value in given.items():
+            if name not in type(part).__dataclass_fields__:
+                raise ValueError(f"unknown field {name}")
+            if isinstance(value, int | float) and name != "priority" and value < 0:
+                raise ValueError(f"{name} is {value!r}: it must not be negative")
+    for asked in workload.requests:
+        if not asked.prompt or not all(0 < token < workload.vocab for token in asked.prompt):
+            raise ValueError(f"a prompt is {[*asked.prompt]}, not a list of tokens from 1 to {workload.vocab - 1}")
+    for fault in workload.faults:
+        if fault.kind not in FAULTS_OF[fault.operation]:
             raise ValueError(f"no {fault.operation} is {fault.kind}")
-    for event in events:
-        if event.kind not in get_args(EventKind):
-            raise ValueError(f"unknown event {event.kind}")
-    return Workload(requests=requests, events=events, faults=faults, **_checked(given, Workload))
-
-
-def _asked(values: dict[str, Any], vocab: int) -> Asked:
-    penalties, prompt, bias = values.pop("penalties", None), values.pop("prompt"), values.pop("bias", ())
-    if not prompt or not all(type(token) is int and 0 < token < vocab for token in prompt):
-        raise ValueError(f"a prompt is {prompt!r}, not a list of tokens from 1 to {vocab - 1}")
-    given = _checked(values, Asked)
-    if penalties is not None:
-        first, second, third = (float(value) for value in penalties)
-        given["penalties"] = (first, second, third)
-    return Asked(prompt=tuple(prompt), bias=tuple((int(token), float(value)) for token, value in bias), **given)
-
-
-def _checked(values: dict[str, Any], kind: type[Any]) -> dict[str, Any]:
-    """Values of the simple fields, after a check of their types."""
-    types = {field.name: str(field.type) for field in dataclasses.fields(kind)}
-    simple: dict[str, Sequence[type]] = {
-        "int": (int,),
-        "bool": (bool,),
-        "float": (float, int),
-        "int | None": (int, type(None)),
-    }
-    for name, value in values.items():
-        allowed = simple.get(types[name], (str,))
-        if type(value) not in allowed:
-            raise ValueError(f"{name} is {value!r}, not of type {types[name]}")
-        if isinstance(value, int | float) and name != "priority" and value < 0:
-            raise ValueError(f"{name} is {value!r}: it must not be negative")
-    return values
+    return workload
