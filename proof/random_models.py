@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
-from transformers.utils import logging as transformers_logging
 
+from proof.tiny_models import without_bars
 from sidestream.errors import ConfigError
 from sidestream.models.adapter import PagedModel
 from sidestream.models.config_checks import parts_of
@@ -249,7 +249,8 @@ def random_checkpoint(
         _save_in_parts(module, directory, whole, device=device, seed=seed, blocks=_IN_BLOCKS.get(shape))
     else:
         _draw_only(module.get_output_embeddings().weight, whole)
-        _save_quietly(module, directory)
+        with without_bars():
+            module.save_pretrained(directory, max_shard_size="4GB")
     for pattern in _TOKENIZER_FILES:
         for file in tokenizer.glob(pattern):
             shutil.copy(file, directory)
@@ -305,16 +306,6 @@ def _save_in_parts(
     if blocks is not None:
         module.config.quantization_config = quantisation
     module.config.save_pretrained(directory)
-
-
-def _save_quietly(module: Any, directory: Path) -> None:
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        module.save_pretrained(directory, max_shard_size="4GB")
-    finally:
-        if bars:
-            transformers_logging.enable_progress_bar()
 
 
 def _is_whole(text: str) -> bool:

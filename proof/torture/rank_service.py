@@ -19,17 +19,16 @@ The seed determines the requests, but not the timing.
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from proof.torture.conversations import Conversation, hold_conversations
+from proof.torture.findings import Findings, quiet
 from proof.torture.rank_engine import DRAFTS, OUTPUTS, SIZES, checked_config, rank_engine, write_model
 from sidestream.config import SamplingParams
 from sidestream.engine import Engine, Handle
@@ -47,11 +46,10 @@ _SALTED = 60
 _RESETS = 0.01
 _ABORTS = 0.15
 _PATIENCE_S = 120.0
-_TOLD = 20
 
 
 @dataclass(slots=True)
-class RanksReport:
+class RanksReport(Findings):
     """The result of a run.
 
     blocks      blocks that were stored or loaded, on all ranks: each rank's share of a block counts
@@ -77,21 +75,13 @@ class RanksReport:
     resets: int = 0
     failed: int = 0
     distance: float = 0.0
-    wrong: int = 0
     traffic_s: float = 0.0
     seconds: float = 0.0
-    findings: list[str] = field(default_factory=list)
 
     @property
     def blocks(self) -> int:
         """Blocks that were stored or loaded."""
         return self.stored + self.loaded
-
-    def find(self, text: str) -> None:
-        """Add an error."""
-        self.wrong += 1
-        if len(self.findings) < _TOLD:
-            self.findings.append(text)
 
 
 def torture_ranks(
@@ -119,7 +109,7 @@ def torture_ranks(
         raise ConfigError(f"blocks is {blocks}: give a whole number from 1")
     config = checked_config(kind, ranks)
     start_s, report = time.monotonic(), RanksReport()
-    with _quiet(), tempfile.TemporaryDirectory(prefix="sidestream-torture-") as scratch:
+    with quiet(), tempfile.TemporaryDirectory(prefix="sidestream-torture-") as scratch:
         tell(0, "computing the reference")
         model, near = write_model(Path(scratch, "model")), NEAR[kind]
         known = hold_conversations(model, SIZES[kind].conversations, seed=seed, margin=2 * near)
@@ -268,10 +258,7 @@ class _Traffic:
     def _check_pools(self) -> None:
         parts = self._engine.parts
         assert parts.tiers is not None
-        for pool in (parts.blocks, parts.tiers.host.pool):
-            pool.check()
-            if pool.num_used:
-                self._report.find(f"{pool.num_used} of {pool.name} are still in use though all has ended")
+        self._report.check_pools((parts.blocks, parts.tiers.host.pool))
 
     def _count(self) -> None:
         """Update the report's counts that the engine keeps."""
@@ -289,15 +276,3 @@ class _Traffic:
         )
         report.accepted = int(value("accepted_tokens_total", parts.proposer))
         report.preemptions = parts.scheduler.num_preemptions
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Do not log injected failures, on any rank."""
-    logger = logging.getLogger("sidestream")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -6,7 +6,6 @@ run.
 from __future__ import annotations
 
 import contextlib
-import logging
 import traceback
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 
 from proof.torture.clients import Clients
 from proof.torture.engine_run import Life, scratch
+from proof.torture.findings import quiet
 from proof.torture.judge import wrong_accept_lengths
 from proof.torture.narrow import narrow_lanes
 from proof.torture.neighbour import Surroundings
@@ -104,28 +104,23 @@ def _stage(workload: Workload) -> Iterator[None]:
     of the disk tier after errors. New tensors are filled with NaN, or with the largest number for integers: what was in
     memory before would differ between two runs of the schedule.
     """
-    logger, level, threads = (
-        logging.getLogger("sidestream"),
-        logging.getLogger("sidestream").level,
-        torch.get_num_threads(),
-    )
+    threads = torch.get_num_threads()
     pause_s, store_pause_s, refresh_s = tier_io.PAUSE_S, store_tier.PAUSE_S, index._REFRESH_S
     fills, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills new tensors, too
-    logger.setLevel(logging.CRITICAL + 1)
     torch.set_num_threads(1)
     tier_io.PAUSE_S = LOAD_DEADLINE_S
     store_tier.PAUSE_S = 0.0  # of the clock
     if workload.shared_memory or workload.shared_disk:
         index._REFRESH_S = LOAD_DEADLINE_S
     try:
-        with narrow_lanes(turn_blocks=workload.turn_blocks) if workload.layer_groups else contextlib.nullcontext():
+        narrow = narrow_lanes(turn_blocks=workload.turn_blocks) if workload.layer_groups else contextlib.nullcontext()
+        with quiet(), narrow:
             yield
     finally:
         tier_io.PAUSE_S, store_tier.PAUSE_S, index._REFRESH_S = pause_s, store_pause_s, refresh_s
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(fills, warn_only=warns)
-        logger.setLevel(level)
 
 
 class _Schedule:

@@ -11,7 +11,6 @@ the text. On a GPU, its forward pass is captured in CUDA graphs. The seed determ
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import random
 import threading
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from proof.mutations import applied, find
 from proof.rig import busy
+from proof.torture.findings import Findings, quiet
 from proof.torture.hardware import Missed, open_device
 from proof.torture.isolated_job import Apart, ProcessEnded
 from proof.torture.traffic import Habits, Meddler, draw_delay
@@ -49,7 +49,6 @@ _HOST_BLOCKS = 320
 _PATIENCE_S = 120.0
 # Share of requests with which an operator pins, unpins or drops a prefix.
 _OPERATED = 0.2
-_TOLD = 20
 _HABITS = Habits(longest=0, delay=(0.2, 20e-6, 3e-3), faults=0.02)
 # Copies of loads are delayed by more than a step takes, so that a layer without its gate is read too early.
 _LOAD_DELAY = (0.5, 10e-3, 20e-3)
@@ -78,7 +77,7 @@ EAGER_GATES = ("layer-waits-for-its-load",)
 
 
 @dataclass(slots=True)
-class ServiceReport:
+class ServiceReport(Findings):
     """The result of a run.
 
     wrong        wrong answers, unexpected ends of requests, and resources still held at the end
@@ -96,15 +95,7 @@ class ServiceReport:
     preemptions: int = 0
     resets: int = 0
     failed_slices: int = 0
-    wrong: int = 0
     seconds: float = 0.0
-    findings: list[str] = field(default_factory=list)
-
-    def find(self, text: str) -> None:
-        """Add an error."""
-        self.wrong += 1
-        if len(self.findings) < _TOLD:
-            self.findings.append(text)
 
 
 @dataclass(slots=True, eq=False)
@@ -153,15 +144,13 @@ def _torture(
 ) -> None:
     rng = random.Random(seed)
     model = ToyModel(block_tokens=16, num_layers=12, vocab_size=97, max_model_len=512, eos_every=60)
-    with _quiet(), _engine(kind, model, seed=seed, eager=eager, report=report) as engine:
+    with quiet(), _engine(kind, model, seed=seed, eager=eager, report=report) as engine:
         _ask_all(engine, model, requests, rng, report, tell)
         if not engine.flush(timeout_s=_PATIENCE_S):
             report.find("transfers did not end")
         report.preemptions = engine.parts.scheduler.num_preemptions
-        for pool in (engine.parts.blocks, engine.parts.tiers.host.pool if engine.parts.tiers else engine.parts.blocks):
-            pool.check()
-            if pool.num_used:
-                report.find(f"{pool.num_used} of {pool.name} are still in use though all has ended")
+        assert engine.parts.tiers is not None
+        report.check_pools((engine.parts.blocks, engine.parts.tiers.host.pool))
 
 
 def hunt_service(
@@ -368,15 +357,3 @@ def _hold_up_steps(engine: Engine, device: CpuDevice | CudaDevice, seed: int) ->
         run(batch, step, unsampled)
 
     executor._work.run = late  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Do not log injected failures."""
-    logger = logging.getLogger("sidestream")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

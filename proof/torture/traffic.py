@@ -21,11 +21,12 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from proof.rig import Rig, busy
+from proof.torture.findings import Findings
 from proof.torture.patterns import Found, Patterns, Words, describe, stamp_of, wrong_slots
 from sidestream.errors import DeviceError
 from sidestream_kv.device.base import CopyBatch, Stream
@@ -41,8 +42,6 @@ _STREAMS = 3
 _RUNS = 40
 # Concurrent requests.
 _CROWD = 24
-# Number of findings that are kept as sentences.
-_TOLD = 20
 _LOOK_AGAIN_S = 20e-6
 
 
@@ -69,7 +68,7 @@ class Habits:
 
 
 @dataclass(slots=True)
-class Tally:
+class Tally(Findings):
     """Counts of a run, in blocks, except `wrong`, `resets` and `failed_slices`.
 
     blocks    blocks whose transfer succeeded and whose bytes were compared afterwards
@@ -87,16 +86,8 @@ class Tally:
     hits: int = 0
     aborted: int = 0
     reused: int = 0
-    wrong: int = 0
     resets: int = 0
     failed_slices: int = 0
-    findings: list[str] = field(default_factory=list)
-
-    def find(self, text: str, count: int = 1) -> None:
-        """Add an error."""
-        self.wrong += count
-        if len(self.findings) < _TOLD:
-            self.findings.append(text)
 
 
 @dataclass(slots=True, eq=False)
