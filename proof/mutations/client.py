@@ -192,4 +192,5 @@ EXEMPT = (
     Exempt("_submit", ("keys_version",), "see request-keeps-the-version-of-its-keys"),
     Exempt("_submit", ("replace",), "the engine does not use stop strings"),
     Exempt("with_token_ids", ("replace", "replace"), "a copy of parameters"),
+    Exempt("_with_text", ("replace",), "a copy of a delta"),
 )

@@ -338,7 +338,7 @@ class CachedTokens:
         return sum(self.by_tier.values())
 
 
-class Delta(msgspec.Struct, frozen=True, gc=False):
+class Delta(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """New output of one sample: the tokens since its previous delta. The final delta has the finish reason. A struct,
     because the engine thread makes one for each token, and making a dataclass takes twice as long.
 

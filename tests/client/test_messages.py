@@ -16,6 +16,7 @@ from sidestream.config import CacheOptions, ReasoningMarks, SamplingDefaults, Sa
 from sidestream.errors import EngineStopped, InvariantError, RequestError, SidestreamError
 from sidestream.processes import frames
 from sidestream.processes.frames import FrameDecoder, FrameEncoder
+from sidestream.types import CachedTokens, Delta, TokenLogprob
 from sidestream_kv.metrics import MetricsSnapshot
 from sidestream_kv.metrics.counters import HistogramValue
 
@@ -58,14 +59,16 @@ FACTS = messages.EngineInfo("1.2.3", "/models/whale", "whale", *SIZES, b"\0" * 1
 SNAPSHOT = MetricsSnapshot(
     {"requests_total": {("stop",): 2.0}}, {"ttft_seconds": {(): HistogramValue([0, 1], 0.25, 1)}}
 )
-DETAIL = messages.OutputDetail(
+DETAIL = Delta(
+    1,
+    "",
     (3, 4),
-    ((3, -0.5, ((3, -0.5), (8, -1.5))), (4, 0.0, ())),
+    (TokenLogprob(3, -0.5, ((3, -0.5), (8, -1.5))), TokenLogprob(4, 0.0, ())),
     "length",
     12,
-    {"device": 4, "host": 8},
+    CachedTokens(device=4, host=8),
     None,
-    ((5, -2.0, ((6, -1.0),), 2),),
+    (TokenLogprob(5, -2.0, ((6, -1.0),), 2),),
     0.25,
 )
 CONFIG = {"kv_memory": "8MiB", "offload": {"host": 1 << 40}, "speculative": None}

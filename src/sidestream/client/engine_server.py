@@ -30,7 +30,6 @@ from sidestream.client.messages import (
     Count,
     EngineInfo,
     Failure,
-    OutputDetail,
     Outputs,
     Ping,
     Rejected,
@@ -82,7 +81,7 @@ class Connection:
         self._known_streams: set[int] = set()  # streams whose prompt_tokens and cached were sent
         self._streams: list[int] = []
         self._tokens: list[int] = []
-        self._details: dict[int, OutputDetail] = {}
+        self._details: dict[int, Delta] = {}
 
     # ------------------------------------------------------------------ engine thread
 
@@ -93,7 +92,7 @@ class Connection:
         if len(tokens) == 1 and delta.finish_reason is None and not delta.logprobs and stream in self._known_streams:
             self._tokens.append(tokens[0])
         else:
-            self._details[len(self._tokens)] = _detail(delta)  # rule: outputs-belong-to-their-stream
+            self._details[len(self._tokens)] = delta  # rule: outputs-belong-to-their-stream
             self._tokens.append(-1)
             self._known_streams.add(stream)
             if delta.finish_reason is not None:
@@ -213,20 +212,6 @@ def _request(message: Submit) -> CheckedRequest:
         max_outputs=message.max_outputs,
         priority=message.priority,
         cache_salt=message.cache_salt.decode("utf-8", "surrogatepass"),
-    )
-
-
-def _detail(delta: Delta) -> OutputDetail:
-    logprobs = tuple((one.token_id, one.logprob, one.top) for one in delta.logprobs)
-    return OutputDetail(
-        delta.token_ids,
-        logprobs,
-        delta.finish_reason,
-        delta.prompt_tokens,
-        dict(delta.cached.by_tier),
-        delta.error,
-        tuple((one.token_id, one.logprob, one.top, one.rank) for one in delta.prompt_logprobs),
-        delta.queue_s,
     )
 
 

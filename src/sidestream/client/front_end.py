@@ -12,6 +12,8 @@ from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapp
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from sidestream.client.base import AdapterCalls, EngineClient
 from sidestream.client.beam_search import BeamSearch, BeamSequence, run_search
 from sidestream.config import ReasoningMarks, SamplingDefaults, SamplingParams
@@ -514,15 +516,11 @@ def tokens_with_text(token_ids: tuple[int, ...], finish_reason: str | None, *, i
 
 def _with_text(delta: Delta, text: str, count: int, finish_reason: str | None, error: str | None = None) -> Delta:
     """The first `count` tokens of a delta, with their text."""
-    return Delta(
-        index=delta.index,
+    return msgspec.structs.replace(
+        delta,
         text=text,
         token_ids=delta.token_ids[:count],
         logprobs=delta.logprobs[:count],
         finish_reason=finish_reason,
-        prompt_tokens=delta.prompt_tokens,
-        cached=delta.cached,
         error=error,
-        prompt_logprobs=delta.prompt_logprobs,
-        queue_s=delta.queue_s,
     )

@@ -14,7 +14,7 @@ from sidestream import errors
 from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.errors import RequestError, SidestreamError
 from sidestream.processes.frames import FrameDecoder
-from sidestream.types import CachedPrefix, CacheExplanation, PrefixQuery
+from sidestream.types import CachedPrefix, CacheExplanation, Delta, PrefixQuery
 from sidestream_kv.metrics import MetricsSnapshot, Recent
 
 
@@ -175,35 +175,17 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, array_like=True):
     info: EngineInfo
 
 
-class OutputDetail(msgspec.Struct, frozen=True, array_like=True):
-    """A delta with all its fields. Sent for the first and the last delta of a stream, and for each delta with logprobs
-    or with more or less than one token.
-
-    logprobs   for each token: its id, its log-probability, and the likeliest alternatives
-    cached     number of prompt tokens whose KV came from a cache, by tier
-    prompt_logprobs  as `logprobs`, each with its rank
-    """
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[tuple[int, float, tuple[tuple[int, float], ...]], ...]
-    finish_reason: str | None
-    prompt_tokens: int
-    cached: dict[str, int]
-    error: str | None
-    prompt_logprobs: tuple[tuple[int, float, tuple[tuple[int, float], ...], int], ...] = ()
-    queue_s: float | None = None
-
-
 class Outputs(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """All deltas that one engine step has for one front end, in order. Entry i is token `tokens[i]` of stream
     `streams[i]`.
 
-    details   deltas with all their fields, by entry; their `tokens[i]` is -1
+    details   whole deltas, by entry; their `tokens[i]` is -1. The first and the last delta of a stream are whole, and
+              each delta with log-probabilities or with more or less than one token
     """
 
     streams: list[int]
     tokens: list[int]
-    details: dict[int, OutputDetail]
+    details: dict[int, Delta]
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True, array_like=True):

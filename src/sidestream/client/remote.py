@@ -25,7 +25,6 @@ from sidestream.client.messages import (
     Call,
     Count,
     EngineInfo,
-    OutputDetail,
     Outputs,
     Ping,
     Rejected,
@@ -41,7 +40,7 @@ from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.errors import CallTimeout, ConfigError, EngineStopped
 from sidestream.processes.frames import FrameDecoder, FrameEncoder
 from sidestream.schedule.limits import Bounds, CheckedRequest, RequestChecker
-from sidestream.types import CachedPrefix, CachedTokens, CacheExplanation, Delta, Health, PrefixQuery, TokenLogprob
+from sidestream.types import CachedPrefix, CachedTokens, CacheExplanation, Delta, Health, PrefixQuery
 from sidestream.version import VERSION
 from sidestream_kv.kv.keys import BlockKeys
 from sidestream_kv.metrics import MetricsSnapshot, Recent
@@ -338,7 +337,8 @@ class RemoteClient:
             if token >= 0:
                 delta = Delta(sample.index, "", (token,), (), None, sample.prompt_tokens, sample.cached)
             else:
-                delta = _delta_of(sample, details[entry])
+                delta = details[entry]
+                sample.prompt_tokens, sample.cached = delta.prompt_tokens, delta.cached
                 if delta.finish_reason is not None:
                     del streams[stream]  # rule: front-end-drops-finished-streams
             outputs = sample.outputs
@@ -425,23 +425,6 @@ def _checked_info(message: Any) -> EngineInfo:
             f"the engine runs Sidestream {info.version}, this front end {VERSION}: restart both from one installation"
         )
     return info
-
-
-def _delta_of(stream: _Stream, detail: OutputDetail) -> Delta:
-    stream.prompt_tokens, stream.cached = detail.prompt_tokens, CachedTokens(**detail.cached)
-    logprobs = tuple(TokenLogprob(token_id, logprob, top) for token_id, logprob, top in detail.logprobs)
-    return Delta(
-        stream.index,
-        "",
-        detail.token_ids,
-        logprobs,
-        detail.finish_reason,
-        stream.prompt_tokens,
-        stream.cached,
-        detail.error,
-        tuple(TokenLogprob(*one) for one in detail.prompt_logprobs),
-        detail.queue_s,
-    )
 
 
 def _last_known(known: tuple[float, MetricsSnapshot] | None) -> MetricsSnapshot:
