@@ -17,7 +17,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from sidestream.errors import ConfigError, ModelError, RequestRejected
 from sidestream.models.catalog import prepared
-from sidestream.server.fields import Served, parse_text
+from sidestream.server.body import Served
+from sidestream.server.fields import parse_text
 from sidestream.text import StopStrings, sample_text
 from sidestream.tokenizer import Tokenizer
 

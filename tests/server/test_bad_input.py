@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sidestream.server.fields import OTHER_SERVERS
+from sidestream.server.extras import OTHER_SERVERS
 
 from .serving import HI, Served, serving
 

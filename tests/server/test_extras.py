@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from proof.fake_backend import FakeBackend, FakeTokenizer, Script
-from sidestream.server.fields import EXTRAS, Extra
+from sidestream.server.extras import EXTRAS, Extra
 
 from .serving import HI, Served, serving
 

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from proof.fake_backend import FakeBackend
 from sidestream.server import ServerOptions
 from sidestream.server.app import create_app, known_paths
-from sidestream.server.fields import EXTRAS
+from sidestream.server.extras import EXTRAS
 from sidestream.server.openapi import openapi
 
 from .serving import Served, serving

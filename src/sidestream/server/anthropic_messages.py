@@ -14,10 +14,10 @@ from pydantic import FailFast, Field
 from starlette.types import Send
 
 from sidestream.formats import AnswerFormat, AnswerParser, Arguments, CallBegun, Content, Event, Reasoning
-from sidestream.server.body import EVENT_STREAM, Strict, event_lines, parse_object, to_json
+from sidestream.server.body import EVENT_STREAM, Served, Strict, checked, event_lines, parse_object, to_json
 from sidestream.server.cache_marks import CacheControl, Cut, created, marks_of
 from sidestream.server.errors import ApiError, bad_request
-from sidestream.server.fields import Body, Call, Served, chat_call, checked
+from sidestream.server.fields import Body, Call, chat_call
 from sidestream.server.middleware import RequestRecord
 from sidestream.server.responses import Generate, Json, answer_events, whole_answer
 from sidestream.text import TokenizerLike

@@ -27,14 +27,14 @@ from sidestream.processes.log_stream import lost_lines
 from sidestream.server.api_keys import KeyFile
 from sidestream.server.audit import AuditLog
 from sidestream.server.backend import Backend
-from sidestream.server.body import BodyReader, JsonResponse
+from sidestream.server.body import BodyReader, JsonResponse, Served
 from sidestream.server.cache_marks import CacheHints
 from sidestream.server.cache_prefixes import cache_routes
 from sidestream.server.cache_sessions import session_routes
 from sidestream.server.completions import Completions, text_handle
 from sidestream.server.early_breaks import EarlyBreaks
 from sidestream.server.errors import ApiError
-from sidestream.server.fields import Api, Served
+from sidestream.server.fields import Api
 from sidestream.server.live import LiveStream
 from sidestream.server.metrics import CONTENT_TYPE_LATEST, render
 from sidestream.server.middleware import (

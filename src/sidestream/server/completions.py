@@ -28,14 +28,14 @@ from sidestream.formats import (
 )
 from sidestream.server.anthropic_messages import MessagesReply, count_tokens, parse_messages
 from sidestream.server.backend import Backend
-from sidestream.server.body import EVENT_STREAM, BodyReader, JsonResponse, to_json
+from sidestream.server.body import EVENT_STREAM, BodyReader, JsonResponse, Served, to_json
 from sidestream.server.cache_explanation import FORGOTTEN, as_json
 from sidestream.server.cache_fields import SESSION_HEADER
 from sidestream.server.cache_marks import CacheHints
 from sidestream.server.cache_prefixes import PARSERS
 from sidestream.server.early_breaks import LEAST_PROMPT, EarlyBreaks
 from sidestream.server.errors import ApiError, bad_request
-from sidestream.server.fields import Api, Call, Served, parse_chat, parse_detokenize, parse_text, parse_tokenize
+from sidestream.server.fields import Api, Call, parse_chat, parse_detokenize, parse_text, parse_tokenize
 from sidestream.server.middleware import (
     CallbackEvent,
     CancelOnDisconnect,

@@ -23,27 +23,9 @@ from sidestream.server.body import Served, Strict, checked, model_of, parse_obje
 from sidestream.server.cache_fields import CacheFields, cache_options
 from sidestream.server.conversation import Conversation, checked_messages, chosen_tools, lay_out, layout_options
 from sidestream.server.errors import bad_request, checked_request_id
-from sidestream.server.extras import EXTRAS, IDLE, OTHER_SERVERS, Extra
+from sidestream.server.extras import IDLE
 from sidestream.server.structured import answer_form, enforceable_parameters, structured_outputs
 from sidestream.text import TokenizerLike
-
-__all__ = [
-    "BODIES",
-    "EXTRAS",
-    "OTHER_SERVERS",
-    "Api",
-    "Body",
-    "Call",
-    "Extra",
-    "Served",
-    "Tokenized",
-    "chat_call",
-    "checked",
-    "parse_chat",
-    "parse_detokenize",
-    "parse_text",
-    "parse_tokenize",
-]
 
 Api = Literal["chat", "text"]
 _ApiFields = TypeVar("_ApiFields", bound="_Fields")

@@ -31,10 +31,10 @@ from sidestream.formats import (
     Event,
     Reasoning,
 )
-from sidestream.server.body import EVENT_STREAM, Strict, event_lines, parse_json, parse_object, to_json
+from sidestream.server.body import EVENT_STREAM, Served, Strict, checked, event_lines, parse_json, parse_object, to_json
 from sidestream.server.cache_fields import CacheFields
 from sidestream.server.errors import ApiError, bad_request
-from sidestream.server.fields import Body, Call, Served, chat_call, checked
+from sidestream.server.fields import Body, Call, chat_call
 from sidestream.server.middleware import RequestRecord
 from sidestream.server.response_store import ResponseStore
 from sidestream.server.responses import Generate, Json, answer_events, whole_answer
