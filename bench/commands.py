@@ -121,8 +121,7 @@ def prefix(
     model: Model = DEMO_MODEL,
     prompt_tokens: PromptTokens = 2000,
     rounds: Annotated[
-        int,
-        Option("Number of prompts; each runs without cached KV, with KV from host memory, and from disk."),
+        int, Option("Number of prompts; each runs without cached KV, with KV from host memory, and from disk.")
     ] = 5,
 ) -> Report:
     """TTFT of a long prompt with KV from host memory, or from disk in a new process, divided by TTFT without any KV."""

@@ -48,12 +48,10 @@ RandomShape = Annotated[
     ),
 ]
 TokenizerDir = Annotated[
-    Path | None,
-    Option("Directory of the tokenizer for the random weights.", "DIR", "the demo model"),
+    Path | None, Option("Directory of the tokenizer for the random weights.", "DIR", "the demo model")
 ]
 CheckpointDir = Annotated[
-    Path | None,
-    Option("Directory for the random weights; later runs can use it.", "DIR", "a temporary directory"),
+    Path | None, Option("Directory for the random weights; later runs can use it.", "DIR", "a temporary directory")
 ]
 ClientCounts = Annotated[str | None, Option("Numbers of concurrent clients.", "N,N", "1,8; on a GPU 1,32,128,256")]
 PromptTokens = Annotated[int | None, Option("Tokens of each prompt.", absent="64; on a GPU 512")]
@@ -78,16 +76,13 @@ EngineOptions = Annotated[
     ),
 ]
 ServeOptions = Annotated[
-    list[str] | None,
-    Option("Other option of `sidestream serve`; may be given several times.", "NAME=VALUE", False),
+    list[str] | None, Option("Other option of `sidestream serve`; may be given several times.", "NAME=VALUE", False)
 ]
 SlowReaders = Annotated[
-    int,
-    Option("Instead, measure how much N clients that read one byte per second slow down the other clients."),
+    int, Option("Instead, measure how much N clients that read one byte per second slow down the other clients.")
 ]
 Connections = Annotated[
-    int,
-    Option("With --slow-readers, total number of open connections; those without requests are idle."),
+    int, Option("With --slow-readers, total number of open connections; those without requests are idle.")
 ]
 Against = Annotated[str | None, Option("Measure a running OpenAI-compatible server.", "URL", False)]
 Label = Annotated[str, Option("With --against, prefix of the figures' names.", "NAME")]

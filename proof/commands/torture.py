@@ -73,8 +73,7 @@ With = Annotated[
 First = Annotated[bool, Option("Stop at the first finding.")]
 Mutations = Annotated[bool, Option("Remove rules from the code one by one; each removal must be detected.")]
 ExcusesFlag = Annotated[
-    bool,
-    Option("Check rules whose removal no schedule detects: a unit test must detect it instead. Needs a checkout."),
+    bool, Option("Check rules whose removal no schedule detects: a unit test must detect it instead. Needs a checkout.")
 ]
 AutoMutants = Annotated[
     bool,
@@ -84,8 +83,7 @@ AutoMutants = Annotated[
     ),
 ]
 Only = Annotated[
-    str,
-    Option("With --auto-mutants: only mutants whose names match, with wildcards * and ?.", "PATTERN", "all"),
+    str, Option("With --auto-mutants: only mutants whose names match, with wildcards * and ?.", "PATTERN", "all")
 ]
 ReplayFile = Annotated[Path | None, Option("Replay a saved schedule.", "FILE", False)]
 Workers = Annotated[int, Option("Number of processes.")]
@@ -107,10 +105,7 @@ Blocks = Annotated[
         f"{BLOCKS[CUDA]:,} on cuda, {BLOCKS[CPU]:,} on cpu",
     ),
 ]
-Requests = Annotated[
-    int | None,
-    Option("With --device: test a whole engine with N requests.", absent=False),
-]
+Requests = Annotated[int | None, Option("With --device: test a whole engine with N requests.", absent=False)]
 TensorParallel = Annotated[
     int | None,
     Option(

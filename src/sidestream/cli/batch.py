@@ -39,8 +39,7 @@ def batch(
     ] = None,
     served_model_name: Annotated[str | None, Option("Model name in the requests.", "NAME", "the model's own")] = None,
     concurrency: Annotated[
-        int | None,
-        Option("Requests at once.", absent=f"some more than --max-running; {_URL_AT_ONCE} with --url"),
+        int | None, Option("Requests at once.", absent=f"some more than --max-running; {_URL_AT_ONCE} with --url")
     ] = None,
     log_level: Logging = LogLevel.WARNING,
     *,

@@ -57,8 +57,7 @@ def serve(
         Option("HTTP processes, in addition to the engine's process.", absent="one per four cores, at most 8"),
     ] = None,
     single_process: Annotated[
-        bool,
-        Option("Run engine and HTTP in one process: uses less memory, but streams get tokens in bursts."),
+        bool, Option("Run engine and HTTP in one process: uses less memory, but streams get tokens in bursts.")
     ] = False,
     log_level: Logging = LogLevel.INFO,
     log_format: Annotated[LogFormat, Option("Format of the log's lines.", "|".join(LogFormat))] = LogFormat.TEXT,

@@ -55,14 +55,10 @@ def train_mtp(
     drafts: Annotated[int, Option("Consecutive tokens that the head learns to draft.")] = 4,
     answers: Annotated[int, Option("Tokens of the model's own answers to train on.")] = 3_000_000,
     text: Annotated[
-        list[Path] | None,
-        Option("Text file to train on, in UTF-8; may be given several times.", "FILE"),
+        list[Path] | None, Option("Text file to train on, in UTF-8; may be given several times.", "FILE")
     ] = None,
     learning_rate: Annotated[float, Option("Peak learning rate.", "R")] = 1e-3,
-    seed: Annotated[
-        int,
-        Option("Random seed; equal seeds give equal heads on one machine."),
-    ] = 0,
+    seed: Annotated[int, Option("Random seed; equal seeds give equal heads on one machine.")] = 0,
     device: Annotated[str, Option("cpu, cuda, or auto.", "DEVICE")] = "auto",
 ) -> None:
     """Train a draft head for a model (speculative decoding) on the model's own answers to tasks, and on texts.

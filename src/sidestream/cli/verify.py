@@ -17,13 +17,9 @@ Url = Annotated[str, typer.Argument(metavar="URL", help="OpenAI-compatible serve
 ApiKey = Annotated[str | None, Option("Bearer token of the server.", "KEY", envvar="OPENAI_API_KEY")]
 
 BlockTokens = Annotated[
-    int | None,
-    Option("Tokens of the server's KV blocks.", absent="found from what the server says it reused, else 16"),
+    int | None, Option("Tokens of the server's KV blocks.", absent="found from what the server says it reused, else 16")
 ]
-Longest = Annotated[
-    int | None,
-    Option("Tokens of the longest prompt.", absent="512, or eight blocks and an answer"),
-]
+Longest = Annotated[int | None, Option("Tokens of the longest prompt.", absent="512, or eight blocks and an answer")]
 
 
 def verify(
@@ -35,15 +31,11 @@ def verify(
     block_tokens: BlockTokens = None,
     longest: Longest = None,
     repeats: Annotated[int, Option("Times that all is asked again at once; finds rarer faults.")] = 6,
-    pressure_tokens: Annotated[
-        int,
-        Option("Tokens of unrelated prompts that shall evict what was asked."),
-    ] = 65_536,
+    pressure_tokens: Annotated[int, Option("Tokens of unrelated prompts that shall evict what was asked.")] = 65_536,
     pressure_seconds: Annotated[float, Option("No more of these prompts after this time.", "SECONDS")] = 20.0,
     restart_command: Annotated[str, Option("Shell command that restarts the server.", "COMMAND", "none")] = "",
     beside: Annotated[
-        str | None,
-        Option("Server of the same model that must answer alike, such as one without drafts.", "URL"),
+        str | None, Option("Server of the same model that must answer alike, such as one without drafts.", "URL")
     ] = None,
     seed: Annotated[int | None, Option("Seed of the prompts.", "S", "another in each run")] = None,
     as_json: AsJson = False,
