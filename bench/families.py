@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from proof.report import Figure, at_least, at_most
 from proof.tiny_kinds import KINDS, VOCAB, fill_zeros, tiny_kind
@@ -28,6 +27,7 @@ from sidestream.engine import build_engine
 from sidestream.errors import ModelError
 from sidestream.models import load_model
 from sidestream.models.config_checks import check_servable, counted_token
+from sidestream.models.loader import quiet_transformers
 from sidestream.models.recurrent import unbind_time_steps
 from sidestream.models.text_part import text_config, text_module, whole_class
 from sidestream.types import Delta
@@ -186,14 +186,10 @@ def _difference(module: Any, prompt: Sequence[int], tokens: list[int], logprobs:
 @contextlib.contextmanager
 def _quiet() -> Any:
     """Without transformers' warnings, of which there are a few for each kind."""
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
     logging.getLogger("sidestream").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
+    with quiet_transformers(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             yield
         finally:
-            transformers_logging.set_verbosity(level)
             logging.getLogger("sidestream").setLevel(logging.NOTSET)

@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
-from proof.tiny_models import without_bars
 from sidestream.errors import ConfigError
 from sidestream.models.adapter import PagedModel
 from sidestream.models.config_checks import parts_of
 from sidestream.models.fp8 import Fp8Linear
+from sidestream.models.loader import quiet_transformers
 from sidestream.tokenizer import Tokenizer
 from sidestream_kv.config import unknown_name
 from sidestream_kv.device.kinds import on_gpu
@@ -249,7 +249,7 @@ def random_checkpoint(
         _save_in_parts(module, directory, whole, device=device, seed=seed, blocks=_IN_BLOCKS.get(shape))
     else:
         _draw_only(module.get_output_embeddings().weight, whole)
-        with without_bars():
+        with quiet_transformers():
             module.save_pretrained(directory, max_shard_size="4GB")
     for pattern in _TOKENIZER_FILES:
         for file in tokenizer.glob(pattern):

@@ -6,10 +6,9 @@ and logit soft caps have an effect.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
-from transformers.utils import logging as transformers_logging
 
+from sidestream.models.loader import quiet_transformers
 from sidestream.models.mtp import MtpHead, write_head
 
 WINDOW = 12
@@ -56,25 +55,13 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
     return CONFIG_MAPPING[fields.pop("model_type")](**fields)
 
 
-@contextlib.contextmanager
-def without_bars() -> Iterator[None]:
-    """Let transformers show no progress."""
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if bars:
-            transformers_logging.enable_progress_bar()
-
-
 def tiny_model_dir(family: str, directory: Path, seed: int, **changes: Any) -> Path:
     """Save a model of `family` with weights drawn from `seed`, float32, and a byte-level tokenizer with a chat
     template.
 
     Returns `directory`. Does not change torch's random state. Raises KeyError for an unknown family.
     """
-    with without_bars(), torch.random.fork_rng(devices=[]):
+    with quiet_transformers(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(tiny_config(family, **changes)).save_pretrained(directory)
     byte_tokenizer().save_pretrained(directory)

@@ -41,7 +41,7 @@ class Edit(Operator):
     number: int = 0
     change: Change | None = None
 
-    def _change(self, place: Place) -> None:
+    def apply(self, place: Place) -> None:
         if self.change is not None:
             self.change(list(place.slots())[self.number])
         elif self.name == "return":

@@ -106,12 +106,9 @@ class Operator(ABC):
         """Marks of other statements that the operator refers to."""
         return ()
 
+    @abstractmethod
     def apply(self, place: Place) -> None:
         """Change the tree. Raises DoesNotFit."""
-        self._change(place)
-
-    @abstractmethod
-    def _change(self, place: Place) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +117,7 @@ class Delete(Operator):
 
     statements: int = 1
 
-    def _change(self, place: Place) -> None:
+    def apply(self, place: Place) -> None:
         stop = place.index + self.statements
         if stop > len(place.body):
             raise DoesNotFit(
@@ -135,7 +132,7 @@ class Become(Operator):
 
     source: str
 
-    def _change(self, place: Place) -> None:
+    def apply(self, place: Place) -> None:
         place.replace(place.index + 1, _statements(self.source))
 
 
@@ -145,7 +142,7 @@ class Append(Operator):
 
     source: str
 
-    def _change(self, place: Place) -> None:
+    def apply(self, place: Place) -> None:
         place.replace(place.index + 1, [place.statement, *_statements(self.source)])
 
 
@@ -153,7 +150,7 @@ class Append(Operator):
 class Swap(Operator):
     """Run the next statement first."""
 
-    def _change(self, place: Place) -> None:
+    def apply(self, place: Place) -> None:
         body, index = place.body, place.index
         if index + 1 == len(body):
             raise DoesNotFit("no statement follows that it could be swapped with")
@@ -171,7 +168,7 @@ class MoveAfter(Operator):
         """The mark of the other statement."""
         return (self.mark,)
 
-    def _change(self, place: Place) -> None:
+    def apply(self, place: Place) -> None:
         target = place.other(self.mark)
         statement = place.statement
         if any(node is target.statement for node in ast.walk(statement)):
@@ -188,7 +185,7 @@ class Always(Operator):
 
     value: bool = True
 
-    def _change(self, place: Place) -> None:
+    def apply(self, place: Place) -> None:
         _condition(place).put(ast.Constant(self.value))
 
 
@@ -196,7 +193,7 @@ class Always(Operator):
 class Never(Operator):
     """Make a condition always false."""
 
-    def _change(self, place: Place) -> None:
+    def apply(self, place: Place) -> None:
         Always(False).apply(place)
 
 
@@ -204,7 +201,7 @@ class Never(Operator):
 class Once(Operator):
     """Turn a `while` into an `if`."""
 
-    def _change(self, place: Place) -> None:
+    def apply(self, place: Place) -> None:
         loop = place.statement
         if not isinstance(loop, ast.While):
             raise DoesNotFit("the statement is no `while`")
@@ -221,7 +218,7 @@ class DropOperand(Operator):
 
     which: str | int
 
-    def _change(self, place: Place) -> None:
+    def apply(self, place: Place) -> None:
         operand = _operand(place, self.which)
         parent: Any = operand.parent
         if isinstance(parent, ast.BinOp):
@@ -242,7 +239,7 @@ class SetOperand(Operator):
     which: str | int
     value: str
 
-    def _change(self, place: Place) -> None:
+    def apply(self, place: Place) -> None:
         operand, value = _operand(place, self.which), _expression(self.value)
         if isinstance(operand.parent, ast.Dict):
             operand.parent.values[cast("int", operand.index)] = value
@@ -258,7 +255,7 @@ class SetArgument(Operator):
     which: int | str
     value: str
 
-    def _change(self, place: Place) -> None:
+    def apply(self, place: Place) -> None:
         call = place.call(self.call)
         value = _expression(self.value)
         if isinstance(self.which, int):
@@ -276,7 +273,7 @@ class DropArgument(Operator):
     call: str
     keyword: str
 
-    def _change(self, place: Place) -> None:
+    def apply(self, place: Place) -> None:
         call = place.call(self.call)
         call.keywords.remove(_keyword(call, self.keyword, self.call))
 
@@ -288,7 +285,7 @@ class CallInstead(Operator):
     call: str
     other: str
 
-    def _change(self, place: Place) -> None:
+    def apply(self, place: Place) -> None:
         function = place.call(self.call).func
         if isinstance(function, ast.Attribute):
             function.attr = self.other
@@ -303,7 +300,7 @@ class Unwrap(Operator):
     call: str
     position: int = 0
 
-    def _change(self, place: Place) -> None:
+    def apply(self, place: Place) -> None:
         call = place.call(self.call)
         if self.position >= len(call.args):
             raise DoesNotFit(f"{self.call} has {len(call.args)} arguments by position, and {self.position} is meant")
@@ -316,7 +313,7 @@ class Value(Operator):
 
     value: str
 
-    def _change(self, place: Place) -> None:
+    def apply(self, place: Place) -> None:
         for field in ("value", "iter", "test"):
             if getattr(place.statement, field, None) is not None:
                 setattr(place.statement, field, _expression(self.value))
@@ -331,7 +328,7 @@ class Compare(Operator):
     operator: str
     naming: str = ""
 
-    def _change(self, place: Place) -> None:
+    def apply(self, place: Place) -> None:
         slot = place.only(
             lambda slot: isinstance(slot.node, ast.Compare) and (not self.naming or _mentions(slot.node, self.naming)),
             f"comparisons{self.naming and ' with ' + self.naming}",
@@ -346,7 +343,7 @@ class Compare(Operator):
 class PopInstead(Operator):
     """Turn `del table[key]` into `table.pop(key, None)`, which accepts a missing key."""
 
-    def _change(self, place: Place) -> None:
+    def apply(self, place: Place) -> None:
         match place.statement:
             case ast.Delete(targets=[ast.Subscript(value=table, slice=key)]):
                 call = ast.Call(ast.Attribute(table, "pop", ast.Load()), [key, ast.Constant(None)], [])
@@ -364,7 +361,7 @@ class Rewrite(Operator):
     old: str
     new: str
 
-    def _change(self, place: Place) -> None:
+    def apply(self, place: Place) -> None:
         header = header_of(place.statement)
         text = ast.unparse(header)
         if (count := text.count(self.old)) != 1:

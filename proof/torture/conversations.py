@@ -7,7 +7,6 @@ prompt, and the rest of that answer is its right continuation.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
-from transformers.utils import logging as transformers_logging
+
+from sidestream.models.loader import quiet_transformers
 
 TURNS = ((112, 24), (40, 24), (56, 24))
 """Tokens of the user and of the answer, in each turn."""
@@ -41,10 +41,6 @@ class Conversation:
     ends: tuple[int, ...]
     starts: tuple[int, ...]
 
-    def draw_prompt(self, rng: random.Random) -> int:
-        """Length of a random prompt."""
-        return rng.choice(self.starts)
-
 
 def hold_conversations(model: Path, count: int, *, seed: int, margin: float) -> list[Conversation]:
     """Compute `count` conversations. Neighbours share their first turns.
@@ -53,13 +49,8 @@ def hold_conversations(model: Path, count: int, *, seed: int, margin: float) -> 
     margin   smallest distance of the two largest log-probabilities of a token that counts as certain. Rounding
              differences below half of it cannot change such a token
     """
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
+    with quiet_transformers():
         module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
-    finally:
-        if bars:
-            transformers_logging.enable_progress_bar()
     with torch.inference_mode():
         tokens = _talk(module, count, torch.Generator().manual_seed(seed))
         logprobs = module(tokens, use_cache=False).logits[:, :-1].float().log_softmax(-1)  # of the tokens from 1 on
