@@ -60,11 +60,11 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 # Lines of today, rounded up. A part that must grow first says what it makes unnecessary; a part that shrank gets a
 # lower bound.
 LINES = {
-    "sidestream_kv": 18_300,
+    "sidestream_kv": 18_290,
     "sidestream_order": 6_050,
-    "sidestream": 52_020,
-    "proof": 24_000,
-    "bench": 11_220,
+    "sidestream": 51_690,
+    "proof": 21_080,
+    "bench": 11_120,
     "tests": 71_360,
 }
 
