@@ -4,6 +4,7 @@ every step, and the worker of each rank (`carrier`) answers with a Report. Plain
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -112,6 +113,12 @@ class TierKeys:
                 return None
             slowest = found
         return slowest
+
+    def counts(self, keys: Sequence[Key]) -> Counter[str]:
+        """How many of these blocks must be read from each tier: see `source`."""
+        if self.all_in_host_memory(keys):  # the usual case, and much faster
+            return Counter({HOST: len(keys)})
+        return Counter(source for source in map(self.source, keys) if source is not None)
 
     def outside_host_memory(self, keys: Sequence[Key]) -> set[Key]:
         """Those of the keys whose blocks any rank does not have in host memory."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -123,6 +123,11 @@ class _State:
             keys, tail = self.keys[at], bytes([at])
             lasts = hashes[(len(keys) + 1) * group.hashes - 1 :: group.hashes]
             keys += [last[:_HASH_BYTES] + tail for last in lasts]  # rule: key-has-the-group
+
+    def found(self, at: int, blocks: range, wanted: Set[Key]) -> list[_Found]:
+        """Those of these blocks of a group that are wanted, and not empty."""
+        keys, ids = self.keys[at], self.block_ids[at]
+        return [(keys[block], ids[block], at, block) for block in blocks if ids[block] and keys[block] in wanted]
 
     def needed(self, groups: Sequence[Group], first: int, stop: int) -> list[list[Key]]:
         """The keys that a hit from token `first` to token `stop` must load, by group."""
@@ -386,10 +391,7 @@ class Planner:
             stop = gap // boundary * boundary
         needed = Counter[str]()
         for keys in state.needed(self._groups, computed, stop):
-            if self._keys.all_in_host_memory(keys):  # the usual case, and much faster
-                needed[HOST] += len(keys)
-            else:
-                needed.update(source for source in map(self._keys.source, keys) if source is not None)
+            needed += self._keys.counts(keys)
         return stop, needed
 
     # ------------------------------------------------------------------ stores
@@ -452,12 +454,8 @@ class Planner:
             while first < complete:
                 # A step without room looks at one block.
                 stop = min(complete, first + max(1, room - len(found)))
-                ids, wanted = state.block_ids[at], self._not_held(state.keys[at][first:stop])
-                stored = [
-                    (key, ids[block], at, block)
-                    for block, key in enumerate(state.keys[at][first:stop] if wanted else (), first)
-                    if ids[block] and key in wanted
-                ]
+                wanted = self._not_held(state.keys[at][first:stop])
+                stored = state.found(at, range(first, stop), wanted) if wanted else []
                 if stored and len(found) >= room:
                     self.counts.stores_put_off += 1
                     state.seen[at] = first  # rule: store-without-room-is-tried-again
@@ -488,9 +486,9 @@ class Planner:
             return
         keys, ids, *_ = zip(*found, strict=True)
         if self._events is not None:
+            hashes = state.request.block_hashes
             for key, _, at, block in found:
-                last_hash = (block + 1) * self._groups[at].hashes - 1
-                self._events.ordered(key, at, state.request.block_hashes[last_hash])
+                self._events.ordered(key, at, hashes[(block + 1) * self._groups[at].hashes - 1])
         # rule: store-holds-its-device-blocks
         self._holds.add(self._add(StoreOrder(keys, ids, prefix)), ids, keys)
         self.counts.stores += len(keys)
