@@ -57,6 +57,7 @@ _KINDS = {
         Kind("Q6_K", 14, 256, 210),
         Kind("IQ4_NL", 20, 32, 18),
         Kind("IQ4_XS", 23, 256, 136),
+        Kind("MXFP4", 39, 32, 17),
     )
 }
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -65,11 +66,15 @@ QUANTISED = tuple(kind for kind in _KINDS.values() if kind.name not in _PLAIN)
 # Names for errors.
 _OTHERS = {
     **{9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S"},
-    **{28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"},
+    **{28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4"},
 }
 
 # transformers' kinds of each architecture that is supported, and names of tensors in GGUF and in transformers.
-_MODEL_TYPES = {"llama": ("llama", "mistral"), "qwen2": ("qwen2",), "qwen3": ("qwen3",)}
+MODEL_TYPES = {
+    **{"llama": ("llama", "mistral"), "qwen2": ("qwen2",), "qwen3": ("qwen3",)},
+    **{"qwen2moe": ("qwen2_moe",), "qwen3moe": ("qwen3_moe",)},
+    **{"gemma2": ("gemma2",), "gemma3": ("gemma3_text",), "gpt-oss": ("gpt_oss",)},
+}
 TENSOR_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -81,11 +86,26 @@ TENSOR_NAMES = {
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
+    "attn_sinks": "self_attn.sinks",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
+_NORMED_TWICE = {"ffn_norm": "pre_feedforward_layernorm"}
+_OWN_NAMES = {"gemma2": _NORMED_TWICE, "gemma3": _NORMED_TWICE, "gpt-oss": {"ffn_gate_inp": "mlp.router"}}
+_EXPERTS, _ROUTERS, _SINKS = ".mlp.experts.", (".mlp.gate.weight", ".mlp.router.weight"), ".sinks.weight"
+_GATE_OF_ONE = ".mlp.shared_expert_gate.weight"  # a vector in GGUF, and in transformers a matrix of one row
 _COMPUTED = "rope_freqs.weight"  # transformers computes it from the config
 # Formats of single metadata values, by GGUF's enum.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -103,11 +123,15 @@ class GgufTensor:
     kind         how its values are stored
     interleaved  number of heads whose rows are interleaved: rotary pairs are adjacent in GGUF's Q and K of a Llama, and
                  are the halves of a head in transformers; 0: rows have transformers' order
+    added        what the values are more than transformers': 1 in the norms of a Gemma
+    transposed   whether transformers has the matrices `[experts, columns, rows]`
     """
 
     stored: StoredTensor
     kind: Kind
     interleaved: int
+    added: int
+    transposed: bool
 
     def __getitem__(self, everything: object) -> Tensor:
         """The values: float32 if they are quantised, else in the stored dtype."""
@@ -120,7 +144,20 @@ class GgufTensor:
             rows = data.view(-1, self.row_bytes).numpy()
             values = torch.from_numpy(np.asarray(dequantize(rows, GGMLQuantizationType(self.kind.number))))
             values = values.view(self.stored.shape)
-        return halved(values, self.interleaved, dim=0) if self.interleaved else values.clone()
+        values = values.transpose(1, 2) if self.transposed else values
+        return halved(values, self.interleaved, dim=0) if self.interleaved else values - self.added
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it can stay as it is: quantised matrices that a module multiplies by or looks up, and all experts."""
+        stacked = len(self.stored.shape) == 3
+        return stacked or (self.kind in QUANTISED and not self.stored.name.endswith(_ROUTERS))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in transformers."""
+        first, *others = self.stored.shape
+        return (first, *others[::-1]) if self.transposed else self.stored.shape
 
     @property
     def row_bytes(self) -> int:
@@ -141,12 +178,37 @@ def halved(values: Tensor, heads: int, *, dim: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class GatesAndUps:
+    """Two stacks of a layer's experts, which are one parameter in transformers: `[experts, 2 * inner, width]`, or
+    transposed with alternating columns, like the biases.
+    """
+
+    gates: GgufTensor
+    ups: GgufTensor
+
+    def __getitem__(self, everything: object) -> Tensor:
+        """The values, as those of `GgufTensor`."""
+        pair = [self.gates[...], self.ups[...]]
+        return torch.stack(pair, dim=-1).flatten(-2) if self._alternate else torch.cat(pair, dim=1)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in transformers."""
+        *others, last = self.gates.shape
+        return (*others, 2 * last) if self._alternate else (others[0], 2 * others[1], last)
+
+    @property
+    def _alternate(self) -> bool:
+        return self.gates.transposed or len(self.gates.shape) == 2
+
+
+@dataclass(frozen=True, slots=True)
 class GgufFile:
     """What a file holds, or all parts of a divided one.
 
     path           the file, or its first part
     architecture   GGUF's name of it
-    tensors        its tensors, by transformers' names
+    tensors        its tensors, by transformers' names, but for experts: see `state_dict`
     """
 
     path: Path
@@ -160,11 +222,31 @@ class GgufFile:
     def num_bytes(self, *, packed: bool, value_bytes: int) -> int:
         """Bytes of all weights, with `value_bytes` for each value that is not quantised, or not kept `packed`."""
         return sum(
-            tensor.stored.num_bytes
-            if packed and tensor.kind in QUANTISED
-            else math.prod(tensor.stored.shape) * value_bytes
+            tensor.stored.num_bytes if packed and tensor.is_kept else math.prod(tensor.stored.shape) * value_bytes
             for tensor in self.tensors.values()
         )
+
+    def state_dict(self) -> dict[str, GgufTensor | GatesAndUps]:
+        """The tensors by the names of transformers' parameters. Raises ModelError for half of a pair."""
+        found: dict[str, GgufTensor | GatesAndUps] = {}
+        for name, tensor in self.tensors.items():
+            layer, _, part = name.partition(_EXPERTS)
+            part, _, end = part.partition(".")
+            theirs = f"{layer}{_EXPERTS}{{}}{'' if end == 'weight' else '_bias'}"
+            if not part:
+                found[name.removesuffix(".weight") if name.endswith(_SINKS) else name] = tensor
+            elif part == "down_proj":
+                found[theirs.format(part)] = tensor
+            else:
+                pair = [self.tensors.get(f"{layer}{_EXPERTS}{one}_proj.{end}") for one in ("gate", "up")]
+                gates, ups = (one or tensor for one in pair)
+                if None in pair or gates.shape != ups.shape:
+                    raise ModelError(
+                        f"{self.path.name} has no pair of gate and up of equal shape for the experts of {layer}: "
+                        "fetch it again"
+                    )
+                found[theirs.format("gate_up_proj")] = GatesAndUps(gates, ups)
+        return found
 
     def kinds(self) -> str:
         """The kinds of its quantised tensors, by the number of their values."""
@@ -186,10 +268,11 @@ class GgufFile:
 
     def check_fits(self, config: Any) -> None:
         """Raise ModelError unless the file holds a model of this config's kind."""
-        if config.model_type not in _MODEL_TYPES[self.architecture]:
+        if config.model_type not in (served := MODEL_TYPES[self.architecture]):
             raise ModelError(
                 f"{self.path.name} holds a model of architecture {self.architecture}, but its config.json is of "
-                f"{config.model_type}: take config.json of the model that the file was made from"
+                f"{config.model_type}: take config.json of the model that the file was made from; served are "
+                f"{' and '.join(served)}"
             )
 
 
@@ -253,10 +336,10 @@ def _read(parts: tuple[tuple[Path, int, int], ...]) -> GgufFile:
                 f"{path.name} is a part of a model: keep the names of all parts, NAME-00001-of-00002.gguf and so on"
             )
         architecture = str(first["general.architecture"])
-        if architecture not in _MODEL_TYPES:
+        if architecture not in MODEL_TYPES:
             raise ModelError(
                 f"{path.name} holds a model of architecture {architecture}: of GGUF files, those of "
-                f"{', '.join(_MODEL_TYPES)} are served"
+                f"{', '.join(MODEL_TYPES)} are served"
             )
         for name, shape, number, offset in entries:
             if name != _COMPUTED:
@@ -264,10 +347,12 @@ def _read(parts: tuple[tuple[Path, int, int], ...]) -> GgufFile:
                 num_bytes = math.prod(shape) // kind.values * kind.num_bytes
                 if shape[-1] % kind.values or begin + offset + num_bytes > size:
                     raise ModelError(f"{path} is incomplete at tensor {name}: fetch it again")
-                theirs = _renamed(path, name)
-                heads = _heads(architecture, first, name)
-                stored = StoredTensor(theirs, path, kind.name, shape, begin + offset, num_bytes)
-                tensors[theirs] = GgufTensor(stored, kind, heads)
+                theirs = _renamed(path, name, architecture)
+                rows = (1,) if theirs.endswith(_GATE_OF_ONE) and len(shape) == 1 else ()
+                heads, added = _heads(architecture, first, name), _added(architecture, name)
+                stored = StoredTensor(theirs, path, kind.name, (*rows, *shape), begin + offset, num_bytes)
+                transposed = architecture == "gpt-oss" and len(shape) == 3
+                tensors[theirs] = GgufTensor(stored, kind, heads, added, transposed)
     return GgufFile(parts[0][0], architecture, tensors)
 
 
@@ -337,11 +422,16 @@ def _kind(path: Path, name: str, number: int) -> Kind:
     )
 
 
-def _renamed(path: Path, name: str) -> str:
+def _renamed(path: Path, name: str, architecture: str) -> str:
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if match is None or match[2] not in TENSOR_NAMES:
-        raise ModelError(f"{path.name} holds a tensor {name}, which a plain decoder of its kind does not have")
-    return f"{f'model.layers.{match[1]}.' if match[1] else ''}{TENSOR_NAMES[match[2]]}.{match[3]}"
+        raise ModelError(f"{path.name} holds a tensor {name}, which a decoder of its kind does not have")
+    theirs = (TENSOR_NAMES | _OWN_NAMES.get(architecture, {}))[match[2]]
+    return f"{f'model.layers.{match[1]}.' if match[1] else ''}{theirs}.{match[3]}"
+
+
+def _added(architecture: str, name: str) -> int:
+    return int(architecture.startswith("gemma") and name.endswith("norm.weight"))
 
 
 def _heads(architecture: str, fields: Mapping[str, Any], name: str) -> int:

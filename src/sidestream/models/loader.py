@@ -38,6 +38,7 @@ from sidestream.models.config_checks import (
 from sidestream.models.directory import check_config, local_directory, name_of
 from sidestream.models.divided import Division
 from sidestream.models.fp8 import Kept, kept_eight_bits
+from sidestream.models.gguf_file import gguf_in
 from sidestream.models.packed import KeptPacked, gguf_of, kept_packed, packing
 from sidestream.models.precision import Precision, choose_precision
 from sidestream.models.recurrent import unbind_time_steps
@@ -377,7 +378,7 @@ def config_directory(path_or_hub_id: str) -> Path:
 
 
 def read_config(directory: Path) -> PreTrainedConfig:
-    """The config in a directory that passed `check_config`. Raises ModelError."""
+    """The config in a directory that passed `check_config`; beside a GGUF file, of the text part. Raises ModelError."""
     kind: Any = _SAME_AS.get(read_json(directory / CONFIG).get("model_type", ""))
     try:
         config: PreTrainedConfig = (kind or AutoConfig).from_pretrained(
@@ -388,7 +389,7 @@ def read_config(directory: Path) -> PreTrainedConfig:
     except Exception as error:  # transformers raises errors of many types; some have their cause on the second line
         reason = " ".join(str(error).split())[:400] or repr(error)
         raise ModelError(f"{directory / CONFIG}: transformers cannot read it ({reason}): correct the file") from error
-    return config
+    return config if gguf_in(directory) is None else text_config(config)  # such a file has the text part alone
 
 
 def read_module(

@@ -1,32 +1,35 @@
 """Layers whose weights stay as they are in a GGUF file, and the loading of a module with such layers.
 
 On a CPU, ggml multiplies by the packed weight (`ggml.py`), which is mapped from the file: it takes no memory of the
-process, and other processes share it. Repacked copies, for steps of few tokens, take memory. The inputs of a product
-are rounded to 8 bits in blocks, each token by itself. Called on the loading thread, and later on the thread of the
-forward pass.
+process, and other processes share it. The experts of a layer are three stacks of weights. Repacked copies, for steps of
+few tokens, take memory. The inputs of a product are rounded to 8 bits in blocks, each token by itself. Called on the
+loading thread, and later on the thread of the forward pass.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.mistral.modeling_mistral import MistralMLP
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeMLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeMLP
 
 from sidestream.errors import InvariantError, ModelError
-from sidestream.models.ggml import Ggml, Matrix, gated, library, multiplied
+from sidestream.models.ggml import FLOAT32, Experts, Ggml, Matrix, gated, library, multiplied
 from sidestream.models.gguf_file import (
     INSTALL,
-    QUANTISED,
     TENSOR_NAMES,
+    GatesAndUps,
     GgufFile,
     GgufTensor,
     check_package,
@@ -43,8 +46,12 @@ logger = logging.getLogger(__name__)
 _EMBEDDING, _OUTPUT = (f"{TENSOR_NAMES[name]}.weight" for name in ("token_embd", "output"))
 # Without an order to repack, the file and the copies may take this share of the memory that is available.
 _MEMORY_SHARE = 2 / 3
+# Names of the weights of a module that may stay packed; experts have two, of which the first one has two stacks.
+_WEIGHTS = ("weight", "gate_up_proj", "down_proj")
+# End of the name of Gemma's embeddings, whose rows are multiplied by `embed_scale`.
+_SCALED = "TextScaledWordEmbedding"
 # Modules that compute `down_proj(act_fn(gate_proj(x)) * up_proj(x))`.
-_MLPS = (LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP)
+_MLPS = (LlamaMLP, MistralMLP, Qwen2MLP, Qwen2MoeMLP, Qwen3MLP, Qwen3MoeMLP)
 
 
 def gguf_of(directory: Path, config: Any) -> GgufFile | None:
@@ -69,7 +76,7 @@ def copies_of(file: GgufFile, ggml: Ggml, *, repack: bool | None) -> int:
     num_bytes = sum(
         tensor.stored.num_bytes
         for tensor in multiplied
-        if tensor.kind in QUANTISED and ggml.repacks(tensor.kind.number, tensor.stored.shape)
+        if tensor.is_kept and ggml.repacks(tensor.kind.number, tensor.stored.shape)
     )
     if repack is None:
         available = memory_bytes()[1]
@@ -90,7 +97,7 @@ def kept_packed(
             "weights stay packed as %s: %.2f GiB, mapped from %s, and %.2f GiB of repacked copies",
             *(file.kinds(), sizes[0], file.path.name, copies / 2**30),
         )
-        return KeptPacked(file.tensors, ggml, dtype, repack=copies > 0)
+        return KeptPacked(file.state_dict(), ggml, dtype, repack=copies > 0)
     check_package()
     remedy = f": {INSTALL} keeps them packed in {sizes[0]:.2f} GiB" if on_host(device) and ranks == 1 else ""
     logger.warning("weights of %s become plain and take %.2f GiB%s", file.path.name, sizes[1], remedy)
@@ -143,8 +150,7 @@ class _Siblings:
     def _multiply(self, states: Tensor) -> list[Tensor]:
         # Decode of one request uses one computation again: to describe another one takes 0.1 ms.
         computation = self._computation if len(states) == 1 else multiplied(self._matrices, len(states))
-        computation.given.copy_(states)
-        return computation.run()
+        return computation.run(states)
 
 
 class GgmlMlp(nn.Module):
@@ -164,27 +170,47 @@ class GgmlMlp(nn.Module):
             return cast("Tensor", self.down_proj(self.act_fn(self.gate_proj(states)) * self.up_proj(states)))
         flat = states.reshape(-1, states.shape[-1])
         computation = self._computation if len(flat) == 1 else gated(*self._matrices, len(flat))
-        computation.given.copy_(flat)
-        return computation.run()[-1].to(states.dtype, copy=True).view(states.shape)
+        return computation.run(flat)[-1].to(states.dtype, copy=True).view(states.shape)
+
+
+class GgmlExperts(nn.Module):
+    """The gated MLPs of a layer's experts, with stacks of packed weights: one call of ggml for the experts that tokens
+    choose. Its buffers are the bytes of the stacks, uint8.
+    """
+
+    def __init__(self, experts: Experts, packed: Sequence[Tensor], num_chosen: int) -> None:
+        """`packed`: bytes of the stacks, and biases. `num_chosen`: number of experts that a token chooses."""
+        super().__init__()
+        for number, one in enumerate(packed):
+            self.register_buffer(f"packed_{number}", one)
+        self._experts = experts
+        self._computation = experts.computation(1, num_chosen)
+
+    def forward(self, states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """`[T, hidden_size]`, experts `[T, K]` and their weights `[T, K]` to `[T, hidden_size]`."""
+        computation = self._computation if len(states) == 1 else self._experts.computation(*chosen.shape)
+        products = computation.run(states[:, None], chosen)[-1]
+        return products.mul_(weights[..., None]).sum(1).to(states.dtype)
 
 
 class GgmlEmbedding(nn.Module):
-    """An Embedding with a packed weight. `packed`: its bytes, uint8."""
+    """An Embedding with a packed weight. `packed`: its bytes, uint8. `scale`: a factor of its results."""
 
-    def __init__(self, matrix: Matrix, packed: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, matrix: Matrix, packed: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim = matrix.shape
         self.packed: Tensor
         self.register_buffer("packed", packed)
-        self._matrix, self._dtype = matrix, dtype
+        self._matrix, self._dtype, self._scale = matrix, dtype, scale
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids `[...]` to `[..., embedding_dim]`."""
-        return self._matrix.rows(tokens.reshape(-1)).to(self._dtype).view(*tokens.shape, self.embedding_dim)
+        rows = self._matrix.rows(tokens.reshape(-1)).to(self._dtype).view(*tokens.shape, self.embedding_dim)
+        return rows if self._scale is None else rows * self._scale
 
 
 class KeptPacked:
-    """Quantised weights of a GGUF file that stay packed.
+    """Quantised weights, and experts, of a GGUF file that stay packed.
 
     While transformers builds the module, such a weight is one number in the shape of the weight, which takes no memory.
     `restore` then replaces the layers that have it. `repack`: Linears get repacked copies where there are kernels.
@@ -192,45 +218,71 @@ class KeptPacked:
 
     def __init__(self, state_dict: Mapping[str, Any], ggml: Ggml, dtype: torch.dtype, *, repack: bool) -> None:
         self._ggml, self._dtype, self._repack = ggml, dtype, repack
-        self._weights: dict[int, tuple[Tensor, GgufTensor]] = {}
+        self._weights: dict[int, tuple[Tensor, tuple[GgufTensor, ...]]] = {}
+        self._made: dict[int, list[tuple[Matrix, Tensor]]] = {}
         self.state_dict = {name: self._stand_in(tensor) for name, tensor in state_dict.items()}
         """The state dict for transformers."""
 
-    def _stand_in(self, tensor: Any) -> Any:
-        if not isinstance(tensor, GgufTensor) or tensor.kind not in QUANTISED or not self._ggml.supports(*tensor.kind):
+    def _stand_in(self, tensor: GgufTensor | GatesAndUps) -> Any:
+        parts = (tensor,) if isinstance(tensor, GgufTensor) else (tensor.gates, tensor.ups)
+        if not all(part.is_kept and self._ggml.supports(*part.kind) for part in parts):
             return tensor
         number = torch.zeros((), dtype=self._dtype)
-        self._weights[number.data_ptr()] = (number, tensor)
-        return number.expand(tensor.stored.shape)
+        self._weights[number.data_ptr()] = (number, parts)
+        return number.expand(tensor.shape)
 
     def restore(self, module: nn.Module) -> None:
         """Replace the layers of a module that was built from `state_dict`. Raises ModelError for damaged weights."""
-        made: dict[int, tuple[Matrix, Tensor]] = {}
         for parent in list(module.modules()):
             for name, child in list(parent.named_children()):
-                if not isinstance(child, nn.Linear | nn.Embedding) or child.weight.data_ptr() not in self._weights:
-                    continue
-                where = child.weight.data_ptr()
-                weight = self._weights[where][1]
-                matrix, packed = made[where] = made[where] if where in made else self._made(weight)
-                if isinstance(child, nn.Linear):
-                    if self._repack:
-                        matrix.repack()
-                    setattr(parent, name, GgmlLinear(matrix, packed, child.bias))
-                elif type(child) is nn.Embedding:
-                    setattr(parent, name, GgmlEmbedding(matrix, packed, self._dtype))
-                else:
-                    raise InvariantError(f"{name} is a {type(child).__name__}, which may do more than look up rows")
+                weights = [weight for one in _WEIGHTS if isinstance(weight := getattr(child, one, None), Tensor)]
+                if any(weight.data_ptr() in self._weights for weight in weights):
+                    setattr(parent, name, self._layer(child, weights))
         for parent in list(module.modules()):
             _join(parent)
-        if len(made) != len(self._weights):
-            raise InvariantError(f"{len(self._weights) - len(made)} packed weights have no layer in the module")
+        if len(self._made) != len(self._weights):
+            raise InvariantError(f"{len(self._weights) - len(self._made)} packed weights have no layer in the module")
 
-    def _made(self, weight: GgufTensor) -> tuple[Matrix, Tensor]:
-        rows, columns = weight.stored.shape
-        packed = weight.bytes()
-        order = halved(torch.arange(rows), weight.interleaved, dim=0) if weight.interleaved else None
-        matrix = Matrix(self._ggml, packed, weight.kind.number, (rows, columns), order)
+    def _layer(self, child: Any, weights: Iterable[Tensor]) -> nn.Module:
+        """A layer with packed weights in place of transformers' own. `weights`: its stand-ins."""
+        made = [part for one in weights for part in self._matrices(one.data_ptr())]
+        if isinstance(child, nn.Embedding):
+            scale: Any = getattr(child, "embed_scale", None) if type(child).__name__.endswith(_SCALED) else None
+            if type(child) is not nn.Embedding and scale is None:
+                raise InvariantError(f"a {type(child).__name__} may do more than look up rows")
+            return GgmlEmbedding(*made[0], self._dtype, None if scale is None else scale.to(self._dtype))
+        if self._repack:
+            for matrix, _ in made:
+                matrix.repack()
+        if isinstance(child, nn.Linear):
+            return GgmlLinear(*made[0], child.bias)
+        return self._experts(child, made)
+
+    def _experts(self, child: Any, made: Sequence[tuple[Matrix, Tensor]]) -> GgmlExperts:
+        stacks, packed = [matrix for matrix, _ in made], [one for _, one in made]
+        if isinstance(child, GptOssExperts):
+            gates_and_ups, downs = child.gate_up_proj_bias.detach().float(), child.down_proj_bias.detach().float()
+            biases = [gates_and_ups[:, 0::2].contiguous(), gates_and_ups[:, 1::2].contiguous(), downs]
+            held = [Matrix(self._ggml, one.view(torch.uint8), FLOAT32, tuple(one.shape)) for one in biases]
+            experts, packed = Experts(stacks, held, (child.alpha, child.limit)), [*packed, *biases]
+        elif isinstance(child.act_fn, SiLUActivation | nn.SiLU):
+            experts = Experts(stacks)
+        else:
+            raise ModelError(
+                f"its experts compute {child.config.hidden_act}: of GGUF files, those with silu are served"
+            )
+        return GgmlExperts(experts, packed, child.config.num_experts_per_tok)
+
+    def _matrices(self, where: int) -> list[tuple[Matrix, Tensor]]:
+        """The matrices that a stand-in stands for, and their bytes; made once."""
+        if where not in self._made:
+            self._made[where] = [self._matrix(part) for part in self._weights[where][1]]
+        return self._made[where]
+
+    def _matrix(self, weight: GgufTensor) -> tuple[Matrix, Tensor]:
+        packed, shape = weight.bytes(), weight.stored.shape
+        order = halved(torch.arange(shape[0]), weight.interleaved, dim=0) if weight.interleaved else None
+        matrix = Matrix(self._ggml, packed, weight.kind.number, shape, order)
         if not matrix.is_valid():
             raise ModelError(
                 f"its weight {weight.stored.name} in {weight.stored.path.name} holds values of NaN or infinity: "
@@ -247,8 +299,9 @@ def _join(parent: nn.Module) -> None:
         siblings = _Siblings([one.matrix for one in projections])
         for one in projections:
             one.siblings = siblings
-    mlp: Any = getattr(parent, "mlp", None)
-    if type(mlp) in _MLPS and isinstance(mlp.act_fn, SiLUActivation | nn.SiLU):
-        inner = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        if all(isinstance(one, GgmlLinear) and one.bias is None for one in inner):
-            parent.mlp = GgmlMlp(mlp)
+    for name in ("mlp", "shared_expert"):
+        mlp: Any = getattr(parent, name, None)
+        if type(mlp) in _MLPS and isinstance(mlp.act_fn, SiLUActivation | nn.SiLU):
+            inner = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+            if all(isinstance(one, GgmlLinear) and one.bias is None for one in inner):
+                setattr(parent, name, GgmlMlp(mlp))

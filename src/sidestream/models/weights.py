@@ -62,7 +62,7 @@ def check_files(directory: Path, quantisation: Mapping[str, Any] | None = None) 
     if (gguf := gguf_in(directory)) is not None:
         tensors = (file := read_gguf(gguf)).stored()
         check_tensors(tensors, quantised=tensors)
-        return Checkpoint(tensors, file.tensors)
+        return Checkpoint(tensors, file.state_dict())
     files = _weight_files(directory)
     stored = joined(tensor for path in files for tensor in _check_file(path))
     _refuse_unlisted_shards(directory, {path.name for path in files})
