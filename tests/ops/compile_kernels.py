@@ -134,6 +134,12 @@ for pool, size, normed in ((BF16, 128, True), (BF16, 80, False), (FP8, 128, True
         warps=2, NORMED=normed, KV_HEADS=8, GROUP=4, HALF=size // 2, PADDED_HALF=64, BLOCK_TOKENS=16, LINES=16,
         OVERLAP=True,
     )  # fmt: skip
+for step, high in ((2, 1), (1, 32)):  # GLM-4.7-Flash's 20 heads
+    compiled(
+        attention.write_latents, *[BF16] * 8, LONG, BF16, LONG, "i32", "fp32", *["i32"] * 10,
+        HEADS=20, PADDED_HEADS=32, LATENT_DIM=512, PADDED_LATENT=512, HALF=32, PADDED_HALF=32, STEP=step, HIGH=high,
+        OUT_WIDTH=20 * 512, BLOCK_TOKENS=16, OVERLAP=True,
+    )  # fmt: skip
 for pool, (split, wide, lines, keys, warps) in itertools.product(
     (BF16, FP8), ((0, 0, 128, 64, 8), (256, 256, 16, 32, 2), (256, 512, 64, 32, 4))
 ):

@@ -25,17 +25,56 @@ class Rotary:
     norms: tuple[torch.Tensor, torch.Tensor] | None = None
     eps: float = 0.0
 
-    def apply(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries `[T, heads, head_dim]` and keys `[T, kv_heads, head_dim]`, normalised and then rotated. Each
-        operation rounds to their dtype; only the norm is float32 inside.
+    def apply(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries `[T, heads, head_dim]` and keys `[T, kv_heads, head_dim]`, normalised and then rotated, and the
+        values. Each operation rounds to their dtype; only the norm is float32 inside.
         """
         query_norm, key_norm = self.norms or (None, None)
-        return self._turned(query, query_norm), self._turned(key, key_norm)
+        return self._turned(query, query_norm), self._turned(key, key_norm), value
 
     def _turned(self, states: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         if norm is not None:
-            wide = states.float()
-            scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-            states = norm * (wide * scale).to(states.dtype)
+            states = _normed(states, norm, self.eps)
         first, second = states.chunk(2, -1)
         return states * self.cos[:, None] + torch.cat((-second, first), -1) * self.sin[:, None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentRotary:
+    """What a layer with latent attention does to its latents, to the rotated parts of its queries, and to the key that
+    all heads share. All tensors have their dtype.
+
+    cos, sin      [T, rotated_dim]: for each token. Both halves of the last dimension are equal
+    norm          [latent_dim]: weight of the RMSNorm of latents
+    eps           what the norm adds to the mean square
+    interleaved   pairs of neighbours are rotated, and the first ones of all pairs come first in the result; else pairs
+                  of both halves
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    norm: torch.Tensor
+    eps: float
+    interleaved: bool
+
+    def apply(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries `[T, heads, key_dim + rotated_dim]`, latents `[T, 1, latent_dim]` and shared keys `[T, 1,
+        rotated_dim]`. Each operation rounds to their dtype; only the norm is float32 inside.
+        """
+        unrotated, rotated = query.tensor_split([query.shape[-1] - value.shape[-1]], -1)
+        turned = torch.cat((unrotated, self._turned(rotated)), -1)
+        return turned, _normed(key, self.norm, self.eps), self._turned(value)
+
+    def _turned(self, states: torch.Tensor) -> torch.Tensor:
+        first, second = (states[..., ::2], states[..., 1::2]) if self.interleaved else states.chunk(2, -1)
+        cos, sin = (values[:, None, : first.shape[-1]] for values in (self.cos, self.sin))
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def _normed(states: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = states.float()
+    return norm * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(states.dtype)

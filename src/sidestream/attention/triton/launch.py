@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sidestream.attention.latent import LatentHeads
-from sidestream.attention.rotary import Rotary
+from sidestream.attention.rotary import LatentRotary, Rotary
 from sidestream.attention.triton import flash
 from sidestream.attention.triton.batch import BatchLocation
 from sidestream.attention.triton.workspace import (
@@ -49,8 +49,12 @@ _ROTATED, _ROTATING_WARPS = 1024, 4
 class DeviceBatch(BatchLocation):
     """See `AttentionBatch`. Each call launches the kernels of one layer."""
 
-    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int, rotary: Rotary | None = None) -> None:
-        rotate_and_write(key[:, :0], key, value, rotary, layer, self, out=torch.empty_like(key))
+    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int, rotary: Rotary | LatentRotary | None = None) -> None:
+        out = torch.empty_like(key)
+        if isinstance(rotary, LatentRotary):
+            write_latents(value[:, :0], value[:, :0], key, value, rotary, layer, self, out=out)
+        else:
+            rotate_and_write(key[:, :0], key, value, rotary, layer, self, out=out)
 
     def attend(
         self,
@@ -65,11 +69,12 @@ class DeviceBatch(BatchLocation):
         sinks: torch.Tensor | None = None,
         slopes: torch.Tensor | None = None,
         latent: LatentHeads | None = None,
-        rotary: Rotary | None = None,
+        rotary: Rotary | LatentRotary | None = None,
     ) -> torch.Tensor:
+        absorbed = query if latent is None else latent.absorb(query, copies=rotary is None)
         attended = paged_attention(
-            query if latent is None else latent.absorb(query), key, value, layer, self,
-            scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks, slopes=slopes, rotary=rotary,
+            absorbed, key, value, layer, self, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks,
+            slopes=slopes, rotary=rotary, unrotated=None if latent is None else query[..., latent.key_dim :],
         )  # fmt: skip
         return attended if latent is None else latent.project(attended)
 
@@ -86,7 +91,8 @@ def paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
-    rotary: Rotary | None = None,
+    rotary: Rotary | LatentRotary | None = None,
+    unrotated: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Write keys and values into the pool, then attend; returns `[T, heads, head_dim]`, dense, with zeros for padding.
 
@@ -103,7 +109,8 @@ def paged_attention(
     location of blocks, or on eager or captured launch. So the same row's results differ by rounding.
 
     If the pool holds latents: query [T, heads, latent_dim + rotated_dim] · key, the latents [T, 1, latent_dim] · value,
-    the rotated keys [T, 1, rotated_dim]; returns sums of latents, `[T, heads, latent_dim]`.
+    the rotated keys [T, 1, rotated_dim]; returns sums of latents, `[T, heads, latent_dim]`. With a `rotary`, the last
+    part of the queries is written here, from `unrotated` [T, heads, rotated_dim].
 
     Raises ConfigError without triton, for head sizes above 256 and latents above 512, InvariantError for other shapes.
     """
@@ -114,7 +121,11 @@ def paged_attention(
     rows = len(batch.kv_lens)
     tiles = batch.tiles or Tiles.default(head_dim, query.dtype)
     out = torch.empty(tokens, heads, head_dim, dtype=query.dtype, device=query.device)
-    query = rotate_and_write(query, key, value, rotary, layer, batch, out=out)
+    if isinstance(rotary, LatentRotary):
+        assert unrotated is not None
+        write_latents(unrotated, query[..., head_dim:], key, value, rotary, layer, batch, out=out)
+    else:
+        query = rotate_and_write(query, key, value, rotary, layer, batch, out=out)
 
     cap_scale, exponent = _factors(scale, softcap)
     plain = sliding_window is None and softcap is None and slopes is None
@@ -299,6 +310,40 @@ def rotate_and_write(
         enable_fp_fusion=False,
     )  # fmt: skip
     return rotated
+
+
+def write_latents(
+    unrotated: torch.Tensor,
+    rotated: torch.Tensor,
+    latent: torch.Tensor,
+    key: torch.Tensor,
+    rotary: LatentRotary,
+    layer: int,
+    batch: BatchLocation,
+    *,
+    out: torch.Tensor,
+) -> None:
+    """Like `write` of latents and shared keys, after the norm and the rotary embedding, which also goes from the parts
+    `unrotated` of the queries to `rotated`, both `[T, heads, rotated_dim]`. Rounds as `rotate_and_write` does.
+    """
+    pool, (tokens, heads, width) = batch.layer(layer), unrotated.shape
+    if not rotary.cos.shape == rotary.sin.shape == (tokens, width) or rotary.cos.dtype != latent.dtype:
+        raise InvariantError(
+            f"rotary embeddings {tuple(rotary.cos.shape)} in {rotary.cos.dtype} for {tokens} tokens, parts of {width} "
+            f"in {latent.dtype}: equal numbers and dtypes expected"
+        )
+    block_stride, _, offset_stride, _, _ = pool.stride()
+    half, size = width // 2, latent.shape[2]
+    batch.before_layer(layer)
+    _kernels().write_latents[(tokens,)](
+        unrotated, rotated, latent, key, rotary.cos, rotary.sin, rotary.norm, pool, batch.slot_mapping, out,
+        batch.cu_seqlens_q, len(batch.kv_lens), rotary.eps, *unrotated.stride()[:2], *rotated.stride()[:2],
+        latent.stride(0), key.stride(0), rotary.cos.stride(0), rotary.sin.stride(0), block_stride, offset_stride,
+        HEADS=heads, PADDED_HEADS=_power_of_two(heads), LATENT_DIM=size, PADDED_LATENT=_power_of_two(size), HALF=half,
+        PADDED_HALF=_power_of_two(half), STEP=2 if rotary.interleaved else 1, HIGH=1 if rotary.interleaved else half,
+        OUT_WIDTH=out[0].numel(), BLOCK_TOKENS=pool.shape[2], OVERLAP=_overlap(out.device).on,
+        num_warps=_ROTATING_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 class _Heads(NamedTuple):
