@@ -41,6 +41,7 @@ def changed(model: PagedModel) -> int:
         ("qwen3_moe", 3),
         ("gemma2", 4),  # caps its scores, and two layers have a window
         ("granite_swa", 4),  # attention sinks
+        ("gpt_oss", 4),  # the same, and embeddings of half the size
         ("gemma3", 0),  # norms that add one to their weights, and embeddings by kinds of layers
         ("glm4_moe", 0),  # rotates a part of each head
         ("olmo2", 0),  # norms over all heads

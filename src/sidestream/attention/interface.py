@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from sidestream.attention.latent import LatentHeads
-from sidestream.attention.rotary import LatentRotary, Rotary
+from sidestream.attention.rotary import Rotation
 
 
 def ungated(layer: int) -> None:
@@ -82,7 +82,7 @@ class Attended(Protocol):
         sinks: torch.Tensor | None = None,
         slopes: torch.Tensor | None = None,
         latent: LatentHeads | None = None,
-        rotary: Rotary | LatentRotary | None = None,
+        rotary: Rotation | None = None,
     ) -> torch.Tensor:
         """Write the batch's keys and values into the pool, then attend; returns `[T, heads, head_dim]`.
 
@@ -110,7 +110,7 @@ class AttentionBatch(Attended, Protocol):
         """
         ...
 
-    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int, rotary: Rotary | LatentRotary | None = None) -> None:
+    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int, rotary: Rotation | None = None) -> None:
         """Write keys and values into the pool, as the first part of `attend` does."""
         ...
 

@@ -6,6 +6,7 @@ transformers computes it. It knows nothing of pools and batches.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ import torch
 class Rotary:
     """What a layer does to its queries and keys between projection and attention. All tensors have their dtype.
 
-    cos, sin   [T, head_dim]: for each token. Both halves of the last dimension are equal
+    cos, sin   [T, head_dim], and both halves of the last dimension are equal; or [T, head_dim / 2]: for each token
     norms      [head_dim] each: weights of the RMSNorms of query heads and of key heads; None: there are no norms
     eps        what the norms add to the mean square
     """
@@ -35,10 +36,8 @@ class Rotary:
         return self._turned(query, query_norm), self._turned(key, key_norm), value
 
     def _turned(self, states: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
-        if norm is not None:
-            states = _normed(states, norm, self.eps)
-        first, second = states.chunk(2, -1)
-        return states * self.cos[:, None] + torch.cat((-second, first), -1) * self.sin[:, None]
+        states = states if norm is None else _normed(states, norm, self.eps)
+        return _turned(states.chunk(2, -1), self.cos, self.sin)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,9 +69,17 @@ class LatentRotary:
         return turned, _normed(key, self.norm, self.eps), self._turned(value)
 
     def _turned(self, states: torch.Tensor) -> torch.Tensor:
-        first, second = (states[..., ::2], states[..., 1::2]) if self.interleaved else states.chunk(2, -1)
-        cos, sin = (values[:, None, : first.shape[-1]] for values in (self.cos, self.sin))
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+        halves = (states[..., ::2], states[..., 1::2]) if self.interleaved else states.chunk(2, -1)
+        return _turned(halves, self.cos, self.sin)
+
+
+Rotation = Rotary | LatentRotary
+
+
+def _turned(halves: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = halves
+    cos, sin = (values[:, None, : first.shape[-1]] for values in (cos, sin))
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
 def _normed(states: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:

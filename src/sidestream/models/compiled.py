@@ -273,7 +273,7 @@ def _add_in_mixture(graph: torch.fx.Graph, node: torch.fx.Node, views: Set[Any])
     types = {whole.meta["val"].dtype for whole in (total, added, node)}
     if len(sizes) == len(types) == 1:
         with graph.inserting_before(total):
-            mixture = graph.call_function(node.target, (*arguments, added))
+            mixture = graph.call_function(torch.ops.sidestream.mix.default, (*arguments, added))
         mixture.meta = total.meta
         total.replace_all_uses_with(mixture)
         for done in (total, *reversed(chain)):

@@ -10,7 +10,6 @@ import functools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -42,15 +41,15 @@ def experts_forward(
 
     shared   first and second weight of an expert that all tokens have, as those of one expert
     """
-    if not (on_gpu(hidden_states.device) and getattr(experts, _GATE, "")):
+    if not (on_gpu(hidden_states.device) and vars(experts).get(_GATE)):
         elsewhere: Tensor = grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
         return elsewhere
     names = ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
     weights = [getattr(experts, name) for name in names]
     biases = [getattr(experts, f"{name}_bias") for name in names] if experts.has_bias else []
     added: Tensor = mix(
-        hidden_states.to(weights[0].dtype), top_k_index, top_k_weights, weights, biases, shared, getattr(experts, _GATE),
-        not experts.is_concatenated, experts.is_transposed, None,
+        hidden_states.to(weights[0].dtype), top_k_index, top_k_weights, weights, biases, shared,
+        vars(experts)[_GATE], not experts.is_concatenated, experts.is_transposed, None,
     )  # fmt: skip
     return added.to(hidden_states.dtype)
 
@@ -140,21 +139,20 @@ def use_own_experts(module: nn.Module, dtype: torch.dtype) -> None:
     """Let the routers, the experts and the mixtures in `module`, a part of a model in `dtype`, use our kernels, where
     these compute the same. On a CPU, only experts change, and they use transformers' function.
     """
-    for part in [part for part in module.modules() if hasattr(part, "_apply_gate") and hasattr(part, "is_transposed")]:
-        setattr(part, _GATE, _gate_of(part))
-        part.config._experts_implementation = EXPERTS
-    routers = [part for part in module.modules() if hasattr(part, "top_k") and hasattr(part, "weight")]
-    mixtures = [part for part in module.modules() if hasattr(part, "experts") and hasattr(part, "shared_experts")]
-    changed = [
-        sum(map(partial(change, dtype=dtype), parts)) for change, parts in ((_choose, routers), (_share, mixtures))
-    ]
+    parts: list[Any] = [*module.modules()]
+    for part in parts:
+        if hasattr(part, "_apply_gate") and hasattr(part, "is_transposed"):
+            vars(part)[_GATE] = _gate_of(part)
+            part.config._experts_implementation = EXPERTS
+    routers = [part for part in parts if hasattr(part, "top_k") and isinstance(getattr(part, "weight", None), Tensor)]
+    mixtures = [part for part in parts if hasattr(part, "experts") and hasattr(part, "shared_experts")]
+    chosen, shared = (
+        sum(change(part, dtype) for part in found) for change, found in ((_choose, routers), (_share, mixtures))
+    )
     if routers:
         logger.info(
-            "%d of %d routers are one kernel, %d of %d shared experts are multiplied with the others",
-            changed[0],
-            len(routers),
-            changed[1],
-            len(mixtures),
+            "%d of %d routers are one kernel; %d of %d shared experts are multiplied with the others",
+            *(chosen, len(routers), shared, len(mixtures)),
         )
 
 
@@ -195,7 +193,7 @@ def _choose(part: Any, dtype: torch.dtype) -> bool:
         correction, scale = (getattr(part, name, None) for name in ("e_score_correction_bias", "routed_scaling_factor"))
         for how in product(("softmax", "sigmoid"), (correction,), (False, True), (scale or 1.0,), (weights.dtype,)):
             if _alike(largest_of_rows(logits, top_k, *how), (weights, chosen), logits):
-                part.__class__, part.how = _changed(ChoosingRouter, type(part)), how
+                part.__class__, part.how = _changed(ChoosingRouter, part.__class__), how
                 part.weight.data = own  # else it would be converted in each step
                 return True
     except Exception:  # as above
@@ -216,7 +214,7 @@ def _alike(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], logits
 def _share(part: Any, dtype: torch.dtype) -> bool:
     """Let `part` be a `SharingMixture`, if that computes the same; returns whether it does."""
     experts, shared = part.experts, part.shared_experts
-    gate = getattr(experts, _GATE, "")
+    gate = vars(experts).get(_GATE)
     hooked = any(module._forward_hooks or module._forward_pre_hooks for module in part.modules())
     if not gate or hooked or isinstance(part, SharingMixture) or not _fits(shared, experts):
         return False
@@ -234,7 +232,7 @@ def _share(part: Any, dtype: torch.dtype) -> bool:
     except Exception:  # as above
         return False
     if same:
-        part.__class__ = _changed(SharingMixture, type(part))
+        part.__class__ = _changed(SharingMixture, part.__class__)
     return same
 
 

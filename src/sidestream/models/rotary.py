@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from sidestream.attention.rotary import LatentRotary, Rotary
+from sidestream.attention.rotary import LatentRotary, Rotary, Rotation
 from sidestream.models.config_checks import layer_heads, max_positions
 from sidestream.models.latent import latent_heads
 
@@ -51,13 +51,13 @@ class RotatingAttention(nn.Module):
     ) -> tuple[torch.Tensor, None]:
         """`[1, T, hidden_size]` to the same."""
         part: Any = self
-        lengths = hidden_states.shape[:-1]
         query, key, value = self.projected(hidden_states)
         attend = ALL_ATTENTION_FUNCTIONS[part.config._attn_implementation]
         attended, _ = attend(
             self, query, key, value, attention_mask, rotary=position_embeddings, **self.options, **others
         )
-        return part.o_proj(attended.reshape(*lengths, -1)), None
+        # Without the dimension of size 1: the compiler does not know this size, and fuses less.
+        return part.o_proj(attended.flatten(0, 1).flatten(1)).view(hidden_states.shape), None
 
     def projected(self, hidden_states: torch.Tensor) -> Sequence[torch.Tensor]:
         """Queries, keys and values, `[1, heads, T, head_dim]`."""
@@ -74,19 +74,17 @@ class RotatingLatentAttention(RotatingAttention):
     def projected(self, hidden_states: torch.Tensor) -> Sequence[torch.Tensor]:
         """Queries, latents and shared keys, `[1, heads or 1, T, size]`."""
         part: Any = self
+        states = hidden_states.flatten(0, 1)  # as in `forward`
         if part.q_lora_rank is None:
-            query = part.q_proj(hidden_states)
+            query = part.q_proj(states)
         else:
-            query = part.q_b_proj(part.q_a_layernorm(part.q_a_proj(hidden_states)))
-        query = query.view(*hidden_states.shape[:-1], -1, part.qk_head_dim).transpose(1, 2)
-        sizes = [part.kv_lora_rank, part.qk_rope_head_dim]
-        latent, key = part.kv_a_proj_with_mqa(hidden_states)[:, None].split(sizes, -1)
-        return query, latent, key
+            query = part.q_b_proj(part.q_a_layernorm(part.q_a_proj(states)))
+        query = query.view(1, len(states), -1, part.qk_head_dim).transpose(1, 2)
+        latent, key = part.kv_a_proj_with_mqa(states).split([part.kv_lora_rank, part.qk_rope_head_dim], -1)
+        return query, latent[None, None], key[None, None]
 
 
-def rotary_of(
-    part: Any, embeddings: tuple[torch.Tensor, torch.Tensor], num_tokens: int
-) -> Rotary | LatentRotary:
+def rotary_of(part: Any, embeddings: tuple[torch.Tensor, torch.Tensor], num_tokens: int) -> Rotation:
     """What the attention module `part` does to the queries and keys of the first `num_tokens` tokens."""
     cos, sin = (values[0, :num_tokens] for values in embeddings)
     if isinstance(part, RotatingLatentAttention):
@@ -115,7 +113,8 @@ def rotate_in_attention(module: nn.Module, model: Any) -> None:
     parts = [
         part
         for part in module.modules()
-        if (latent_heads(part) or all(hasattr(part, name) for name in _PARTS)) and not isinstance(part, RotatingAttention)
+        if not isinstance(part, RotatingAttention)
+        and (latent_heads(part) is not None or all(hasattr(part, name) for name in _PARTS))
     ]
     changed = sum(_change(part, embed, hidden, positions) for part in parts)
     logger.info("%d of %d attention layers leave the rotary embedding to their attention", changed, len(parts))
@@ -143,7 +142,7 @@ def _change(part: Any, embed: nn.Module, hidden: torch.Tensor, positions: torch.
         )  # fmt: skip
         latent = latent_heads(part) is not None
         width = part.qk_rope_head_dim if latent else part.head_dim
-        same = _rotate_by_halves(embeddings, (1, _TOKENS, width))
+        same = _rotate_by_halves(embeddings, width)
         expected = call()[0]
         part.options = calls[0].options
         part.__class__ = _rotating(RotatingLatentAttention if latent else RotatingAttention, own)
@@ -158,8 +157,12 @@ def _change(part: Any, embed: nn.Module, hidden: torch.Tensor, positions: torch.
     return same
 
 
-def _rotate_by_halves(embeddings: Any, shape: tuple[int, ...]) -> bool:
-    return all(values.shape == shape and torch.equal(*values.chunk(2, -1)) for values in embeddings)
+def _rotate_by_halves(embeddings: Any, width: int) -> bool:
+    half = (1, _TOKENS, width // 2)
+    return all(
+        values.shape == half or (values.shape == (*half[:2], width) and torch.equal(*values.chunk(2, -1)))
+        for values in embeddings
+    )
 
 
 @functools.cache

@@ -47,15 +47,16 @@ def _activated(gate, up, GATE: tl.constexpr):
     """The activation GATE of products in float32, see `sidestream.ops.experts.GATES`."""
     if GATE == "relu2":
         positive = tl.maximum(gate, 0.0)
-        return positive * positive
+        result = positive * positive
     elif GATE == "silu":
-        return gate * tl.sigmoid(gate) * up
+        result = gate * tl.sigmoid(gate) * up
     elif GATE == "gelu":
-        return gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
+        result = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
     else:
         tl.static_assert(GATE == "clamped")
         gate = tl.minimum(gate, 7.0)
-        return gate * tl.sigmoid(1.702 * gate) * (tl.clamp(up, -7.0, 7.0) + 1.0)
+        result = gate * tl.sigmoid(1.702 * gate) * (tl.clamp(up, -7.0, 7.0) + 1.0)
+    return result
 
 
 @triton.jit
@@ -80,9 +81,9 @@ def multiply_by_expert(
 ):  # fmt: skip
     """Products of up to ROWS sorted pairs of one expert with OUTPUTS outputs of its weight, and their activation. If
     GATHER, the states of pair i are those of row `order[i] // divisor`, else those of row i. If not SORTED, each pair
-    is a tile, and `tiles` has its expert. The tiles from `shared_tile` on are those of all tokens, behind the pairs, for
-    the expert with the weight `shared`. If ALTERNATE, gates and factors alternate in the outputs of a
-    weight, else all gates come first. Grid (parts of the outputs, tiles).
+    is a tile, and `tiles` has its expert. The tiles from `shared_tile` on are those of all tokens, behind the pairs,
+    for the expert with the weight `shared`. If ALTERNATE, gates and factors alternate in the outputs of a weight, else
+    all gates come first. Grid (parts of the outputs, tiles).
     """
     tile = tl.program_id(1)
     common = tile >= shared_tile
@@ -135,9 +136,8 @@ def multiply_by_expert(
     elif GATE != "":
         gates, factors = tl.split(tl.reshape(total, (ROWS, OUTPUTS // 2, 2)))
         total = _activated(gates, factors, GATE)
-    PLACES: tl.constexpr = total.shape[1]
-    width = outputs * PLACES // OUTPUTS
-    lane = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
+    width = outputs * total.shape[1] // OUTPUTS
+    lane = tl.program_id(0) * total.shape[1] + tl.arange(0, total.shape[1])
     tl.store(
         result + pair.to(tl.int64)[:, None] * width + lane[None, :],
         total.to(result.dtype.element_ty), mask=here[:, None] & (lane < width)[None, :],

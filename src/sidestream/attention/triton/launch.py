@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sidestream.attention.latent import LatentHeads
-from sidestream.attention.rotary import LatentRotary, Rotary
+from sidestream.attention.rotary import LatentRotary, Rotary, Rotation
 from sidestream.attention.triton import flash
 from sidestream.attention.triton.batch import BatchLocation
 from sidestream.attention.triton.workspace import (
@@ -49,7 +49,7 @@ _ROTATED, _ROTATING_WARPS = 1024, 4
 class DeviceBatch(BatchLocation):
     """See `AttentionBatch`. Each call launches the kernels of one layer."""
 
-    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int, rotary: Rotary | LatentRotary | None = None) -> None:
+    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int, rotary: Rotation | None = None) -> None:
         out = torch.empty_like(key)
         if isinstance(rotary, LatentRotary):
             write_latents(value[:, :0], value[:, :0], key, value, rotary, layer, self, out=out)
@@ -69,7 +69,7 @@ class DeviceBatch(BatchLocation):
         sinks: torch.Tensor | None = None,
         slopes: torch.Tensor | None = None,
         latent: LatentHeads | None = None,
-        rotary: Rotary | LatentRotary | None = None,
+        rotary: Rotation | None = None,
     ) -> torch.Tensor:
         absorbed = query if latent is None else latent.absorb(query, copies=rotary is None)
         attended = paged_attention(
@@ -91,7 +91,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
-    rotary: Rotary | LatentRotary | None = None,
+    rotary: Rotation | None = None,
     unrotated: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Write keys and values into the pool, then attend; returns `[T, heads, head_dim]`, dense, with zeros for padding.
@@ -289,11 +289,7 @@ def rotate_and_write(
         write(key, value, layer, batch, out=out)
         return query
     pool, (tokens, heads, head_dim) = batch.layer(layer), query.shape
-    if not rotary.cos.shape == rotary.sin.shape == (tokens, head_dim) or rotary.cos.dtype != query.dtype:
-        raise InvariantError(
-            f"rotary embeddings {tuple(rotary.cos.shape)} in {rotary.cos.dtype} for {tokens} tokens, heads of "
-            f"{head_dim} in {query.dtype}: equal numbers and dtypes expected"
-        )
+    _check_rotary(rotary, tokens, head_dim, query.dtype)
     kv_heads, half = pool.shape[3], head_dim // 2
     padded_half = _power_of_two(half)
     lines = _ROTATED // padded_half
@@ -327,11 +323,7 @@ def write_latents(
     `unrotated` of the queries to `rotated`, both `[T, heads, rotated_dim]`. Rounds as `rotate_and_write` does.
     """
     pool, (tokens, heads, width) = batch.layer(layer), unrotated.shape
-    if not rotary.cos.shape == rotary.sin.shape == (tokens, width) or rotary.cos.dtype != latent.dtype:
-        raise InvariantError(
-            f"rotary embeddings {tuple(rotary.cos.shape)} in {rotary.cos.dtype} for {tokens} tokens, parts of {width} "
-            f"in {latent.dtype}: equal numbers and dtypes expected"
-        )
+    _check_rotary(rotary, tokens, width, latent.dtype)
     block_stride, _, offset_stride, _, _ = pool.stride()
     half, size = width // 2, latent.shape[2]
     batch.before_layer(layer)
@@ -446,6 +438,15 @@ def _check(
         raise InvariantError("the last dimension of query, key and value must be dense")
     if not scale > 0:
         raise InvariantError(f"scale is {scale}: it must be positive")
+
+
+def _check_rotary(rotary: Rotation, tokens: int, width: int, dtype: torch.dtype) -> None:
+    shape = rotary.cos.shape
+    if shape != rotary.sin.shape or shape not in ((tokens, width), (tokens, width // 2)) or rotary.cos.dtype != dtype:
+        raise InvariantError(
+            f"rotary embeddings {tuple(shape)} in {rotary.cos.dtype} for {tokens} tokens, heads of {width} in {dtype}: "
+            "equal numbers and dtypes expected"
+        )
 
 
 @functools.cache
