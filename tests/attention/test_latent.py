@@ -163,8 +163,15 @@ def test_one_kernel_normalises_rotates_and_writes_latents(count: int, sizes: Siz
     cos, sin = (values.repeat(1, 2).to(DEVICE) for values in (angles.cos(), angles.sin()))
     norm = torch.rand(sizes.latent, generator=draws).to(DEVICE) + 0.5
     rotary, heads = LatentRotary(cos, sin, norm, 1e-2, interleaved), heads_of(count, sizes=sizes)
+    opened: list[bool] = []
 
-    attended = batch.attend(query, latent, key, LAYER, scale=sizes.scale, latent=heads, rotary=rotary)
+    def gate(_: int) -> None:  # nothing is written before the layer's load
+        opened.append(torch.equal(batch.kv.nan_to_num(), separate.kv.nan_to_num()))
+
+    gated = replace(batch, before_layer=gate)
+    attended = gated.attend(query, latent, key, LAYER, scale=sizes.scale, latent=heads, rotary=rotary)
+
+    assert opened == [True]
 
     wanted = separate.attend(*rotary.apply(query, latent, key), LAYER, scale=sizes.scale, latent=heads)
     torch.testing.assert_close(batch.kv, separate.kv, atol=1e-5, rtol=1e-5, equal_nan=True)

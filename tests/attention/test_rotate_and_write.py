@@ -98,6 +98,18 @@ def test_keys_that_are_written_alone_are_rotated() -> None:
     assert torch.equal(batch.kv.nan_to_num(), other.kv.nan_to_num())
 
 
+def test_embeddings_may_have_half_the_size() -> None:
+    shape = Shape()
+    batch, (_, key, value) = step(make_rows(LENS, shape), shape)
+    other = replace(batch, kv=batch.kv.clone())
+    rotary = rotary_for(len(key), shape, normed=False)
+    half = replace(rotary, cos=rotary.cos.chunk(2, -1)[0].contiguous(), sin=rotary.sin.chunk(2, -1)[0].contiguous())
+    batch.write(key, value, LAYER, rotary)
+    other.write(key, value, LAYER, half)
+    assert torch.equal(batch.kv.nan_to_num(), other.kv.nan_to_num())
+    assert all(map(torch.equal, rotary.apply(key, key, value), half.apply(key, key, value)))
+
+
 def test_a_layer_is_not_rotated_into_before_its_load_h5() -> None:
     shape = Shape()
     rows = make_rows([(1, 30)], shape)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
@@ -229,6 +230,28 @@ def test_an_expert_of_all_tokens_is_multiplied_with_the_others(tokens: int, monk
     found = part(states)
     config._experts_implementation = own.experts.config._experts_implementation = "grouped_mm"
     torch.testing.assert_close(found, own(states), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("tokens", "whole"), [(3, True), (20, True), (3, False)])
+def test_compiled_mixtures_add_what_is_added_to_their_output(
+    tokens: int, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = changed(Glm4MoeLiteMoE(Glm4MoeLiteConfig(n_routed_experts=32, **GATED)), monkeypatch)[1]
+    sums = []
+
+    def compiler(graph: torch.fx.GraphModule, _: object) -> Any:
+        _MERGE_PRODUCTS(graph.graph)
+        graph.recompile()
+        sums.append(sum(node.target is torch.ops.aten.add.Tensor for node in graph.graph.nodes))
+        return graph
+
+    states, residual = torch.randn(1, tokens, 48, device=HERE), torch.randn(tokens if whole else 1, 48, device=HERE)
+    compiled = torch.compile(
+        lambda states, residual: residual[None] + part(states), backend=aot_autograd(fw_compiler=compiler)
+    )
+    with torch.inference_mode():
+        torch.testing.assert_close(compiled(states, residual), residual + part(states))
+    assert sums == [0 if whole else 1]
 
 
 def test_compiled_layers_use_these_experts(tmp_path: Path) -> None:

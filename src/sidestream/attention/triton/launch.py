@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sidestream.attention.latent import LatentHeads
-from sidestream.attention.rotary import LatentRotary, Rotary, Rotation
+from sidestream.attention.rotary import LatentRotary, Rotation
 from sidestream.attention.triton import flash
 from sidestream.attention.triton.batch import BatchLocation
 from sidestream.attention.triton.workspace import (
@@ -50,11 +50,7 @@ class DeviceBatch(BatchLocation):
     """See `AttentionBatch`. Each call launches the kernels of one layer."""
 
     def write(self, key: torch.Tensor, value: torch.Tensor, layer: int, rotary: Rotation | None = None) -> None:
-        out = torch.empty_like(key)
-        if isinstance(rotary, LatentRotary):
-            write_latents(value[:, :0], value[:, :0], key, value, rotary, layer, self, out=out)
-        else:
-            rotate_and_write(key[:, :0], key, value, rotary, layer, self, out=out)
+        rotate_and_write(key[:, :0], key, value, rotary, layer, self, out=torch.empty_like(key))
 
     def attend(
         self,
@@ -118,14 +114,9 @@ def paged_attention(
     _check(query, key, value, pool, batch, scale)
     tokens, heads, _ = query.shape
     (kv_heads, group, head_dim, rotated_dim), pool_strides = _head_layout(query, key, value, pool)
-    rows = len(batch.kv_lens)
-    tiles = batch.tiles or Tiles.default(head_dim, query.dtype)
+    rows, tiles = len(batch.kv_lens), batch.tiles or Tiles.default(head_dim, query.dtype)
     out = torch.empty(tokens, heads, head_dim, dtype=query.dtype, device=query.device)
-    if isinstance(rotary, LatentRotary):
-        assert unrotated is not None
-        write_latents(unrotated, query[..., head_dim:], key, value, rotary, layer, batch, out=out)
-    else:
-        query = rotate_and_write(query, key, value, rotary, layer, batch, out=out)
+    query = rotate_and_write(query, key, value, rotary, layer, batch, out=out, unrotated=unrotated)
 
     cap_scale, exponent = _factors(scale, softcap)
     plain = sliding_window is None and softcap is None and slopes is None
@@ -160,9 +151,8 @@ def paged_attention(
             done = _attend_contiguous(query, out, pool, sinks, whole, batch, contiguous, scale)
         attend(tiles.whole, (kv_heads, tokens // (_lines(tiles.whole, group) // group) + len(whole)), whole, None, 0)
     if batch.rows_in_splits and (workspace := batch.workspace):
-        parts = _parts_in_splits(batch, tiles, workspace, group=group, kv_heads=kv_heads)
-        for tile, programs, part, wide_tokens in parts:
-            attend(tile, (kv_heads, programs), part, workspace, wide_tokens)
+        for tile, programs, part, wide in _parts_in_splits(batch, tiles, workspace, group=group, kv_heads=kv_heads):
+            attend(tile, (kv_heads, programs), part, workspace, wide)
         _combine(out, sinks, batch, workspace, sliding_window)
     return out
 
@@ -273,20 +263,26 @@ def rotate_and_write(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    rotary: Rotary | None,
+    rotary: Rotation | None,
     layer: int,
     batch: BatchLocation,
     *,
     out: torch.Tensor,
+    unrotated: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Like `write`, after norms and rotary embedding; returns the queries after them. `query` has the shape of `out`,
-    or no heads. If `rotary` is None, only writes.
+    or no heads. If `rotary` is None, only writes. With latents, `unrotated` [T, heads, rotated_dim] becomes the last
+    part of `query`.
 
     Rounds where transformers' separate operations round, so results differ from theirs only by the order in which a
     norm adds its squares. Hence no fused multiply-add, which would leave out a rounding.
     """
     if rotary is None:
         write(key, value, layer, batch, out=out)
+        return query
+    if isinstance(rotary, LatentRotary):
+        parts = value[:, :0] if unrotated is None else unrotated
+        _write_latents(parts, query[..., key.shape[2] :], key, value, rotary, layer, batch, out=out)
         return query
     pool, (tokens, heads, head_dim) = batch.layer(layer), query.shape
     _check_rotary(rotary, tokens, head_dim, query.dtype)
@@ -308,7 +304,7 @@ def rotate_and_write(
     return rotated
 
 
-def write_latents(
+def _write_latents(
     unrotated: torch.Tensor,
     rotated: torch.Tensor,
     latent: torch.Tensor,
@@ -319,9 +315,7 @@ def write_latents(
     *,
     out: torch.Tensor,
 ) -> None:
-    """Like `write` of latents and shared keys, after the norm and the rotary embedding, which also goes from the parts
-    `unrotated` of the queries to `rotated`, both `[T, heads, rotated_dim]`. Rounds as `rotate_and_write` does.
-    """
+    """`rotate_and_write` with latents: also rotates parts of the queries from `unrotated` to `rotated`."""
     pool, (tokens, heads, width) = batch.layer(layer), unrotated.shape
     _check_rotary(rotary, tokens, width, latent.dtype)
     block_stride, _, offset_stride, _, _ = pool.stride()
