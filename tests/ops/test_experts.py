@@ -188,7 +188,7 @@ def changed(part: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     own = copy.deepcopy(part)
     for parent in [each for each in part.modules() if hasattr(each, "act_fn") and hasattr(each, "up_proj")]:
         join_projections(parent, ("gate_proj", "up_proj"))
-    models.use_own_experts(part, torch.float32)
+    models.use_own_experts(part, next(part.parameters()).dtype)
     return own, part
 
 
@@ -197,6 +197,8 @@ ROUTERS = [
     (Qwen3MoeTopKRouter(Qwen3MoeConfig(num_experts=16, hidden_size=48, norm_topk_prob=False)), True),
     (GptOssTopKRouter(GptOssConfig(num_local_experts=16, hidden_size=48)), True),
     (Glm4MoeLiteTopkRouter(Glm4MoeLiteConfig(n_routed_experts=16, hidden_size=48, routed_scaling_factor=1.8)), True),
+    # Multiplies in float32.
+    (Glm4MoeLiteTopkRouter(Glm4MoeLiteConfig(n_routed_experts=16, hidden_size=48)).bfloat16(), True),
     (DeepseekV2TopkRouter(DeepseekV2Config(n_routed_experts=16, hidden_size=64, num_experts_per_tok=3)), True),
     # Only some groups of experts are chosen from.
     (DeepseekV3TopkRouter(DeepseekV3Config(n_routed_experts=16, hidden_size=48)), False),
@@ -210,7 +212,7 @@ def test_routers_choose_and_weigh_by_one_kernel(
 ) -> None:
     own, part = changed(copy.deepcopy(router), monkeypatch)
     assert isinstance(part, models.ChoosingRouter) == replaced
-    states = torch.randn(20, own.weight.shape[1], device=HERE)
+    states = torch.randn(20, own.weight.shape[1], device=HERE, dtype=own.weight.dtype)
     (logits, weights, chosen), (expected_logits, *expected) = part(states), own(states)
     torch.testing.assert_close(logits, expected_logits)
     assert weights.dtype == expected[0].dtype
@@ -230,6 +232,15 @@ def test_an_expert_of_all_tokens_is_multiplied_with_the_others(tokens: int, monk
     found = part(states)
     config._experts_implementation = own.experts.config._experts_implementation = "grouped_mm"
     torch.testing.assert_close(found, own(states), atol=1e-4, rtol=1e-4)
+
+
+def test_torch_multiplies_many_tokens_by_the_expert_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_GROUPED_ROWS", 1)
+    config = Glm4MoeLiteConfig(n_routed_experts=8, **GATED)
+    own, part = changed(Glm4MoeLiteMoE(config).bfloat16(), monkeypatch)
+    own.experts.config._experts_implementation = "grouped_mm"
+    states = torch.randn(1, 20, 48, device=HERE, dtype=torch.bfloat16)
+    torch.testing.assert_close(part(states), own(states), atol=0.05, rtol=0.05)
 
 
 @pytest.mark.parametrize(("tokens", "whole"), [(3, True), (20, True), (3, False)])

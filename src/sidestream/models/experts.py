@@ -85,7 +85,7 @@ def _(
     states: Tensor, chosen: Tensor, chosen_weights: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor],
     shared: Sequence[Tensor], gate: str, alternate: bool, transposed: bool, added: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    return torch.empty_like(states if added is None else added)
+    return torch.empty_like(states if added is None else added, memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("sidestream::largest_of_rows", mutates_args=())
@@ -134,7 +134,7 @@ class SharingMixture(nn.Module):
         return experts_forward(part.experts, states, chosen, weights, shared).view(hidden_states.shape)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def use_own_experts(module: nn.Module, dtype: torch.dtype) -> None:
     """Let the routers, the experts and the mixtures in `module`, a part of a model in `dtype`, use our kernels, where
     these compute the same. On a CPU, only experts change, and they use transformers' function.

@@ -162,6 +162,7 @@ def add_by_token(products: Tensor, weights: Tensor, by: Sorted, added: Tensor | 
     from sidestream.ops.expert_kernels import add_by_token
 
     (tokens, top_k), width, pairs = weights.shape, products.shape[1], len(by.order)
+    added = None if added is None else added.contiguous()
     result = products.new_empty(tokens, width) if added is None else torch.empty_like(added)
     lanes = 512
     grid: Any = add_by_token[(tokens, triton.cdiv(width, lanes))]
