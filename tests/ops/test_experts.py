@@ -192,7 +192,16 @@ def changed(part: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     return own, part
 
 
+class Contrary(Qwen3MoeTopKRouter):
+    """Gives the weights of one expert to another one."""
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = super().forward(hidden_states)[0]
+        return logits, torch.ones_like(logits[:, :1]), logits.argmin(-1, keepdim=True)
+
+
 ROUTERS = [
+    (Contrary(Qwen3MoeConfig(num_experts=16, hidden_size=48, num_experts_per_tok=1)), False),
     (Qwen3MoeTopKRouter(Qwen3MoeConfig(num_experts=16, hidden_size=48, norm_topk_prob=True)), True),
     (Qwen3MoeTopKRouter(Qwen3MoeConfig(num_experts=16, hidden_size=48, norm_topk_prob=False)), True),
     (GptOssTopKRouter(GptOssConfig(num_local_experts=16, hidden_size=48)), True),
@@ -202,6 +211,8 @@ ROUTERS = [
     (DeepseekV2TopkRouter(DeepseekV2Config(n_routed_experts=16, hidden_size=64, num_experts_per_tok=3)), True),
     # Only some groups of experts are chosen from.
     (DeepseekV3TopkRouter(DeepseekV3Config(n_routed_experts=16, hidden_size=48)), False),
+    # The same, where the others seldom have the largest score.
+    (DeepseekV3TopkRouter(DeepseekV3Config(n_routed_experts=16, hidden_size=48, num_experts_per_tok=1)), False),
     (Qwen3MoeTopKRouter(Qwen3MoeConfig(num_experts=2000, hidden_size=48)), False),
 ]
 

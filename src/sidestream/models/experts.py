@@ -180,7 +180,9 @@ def _random(part: Any, dtype: torch.dtype, *shape: int) -> Tensor:
 def _choose(part: Any, dtype: torch.dtype) -> bool:
     """Let `part` be a `ChoosingRouter`, if that chooses the same; returns whether it does."""
     weight = part.weight
-    if weight.dim() != 2 or not on_gpu(weight.device) or isinstance(part, ChoosingRouter):
+    # Few tokens may not show that some groups of experts are left out.
+    grouped = getattr(part, "num_group", None) not in (None, 1)
+    if grouped or weight.dim() != 2 or not on_gpu(weight.device) or isinstance(part, ChoosingRouter):
         return False
     hidden = _random(part, dtype, _TOKENS, weight.shape[1])
     try:
