@@ -62,10 +62,10 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 LINES = {
     "sidestream_kv": 18_290,
     "sidestream_order": 6_050,
-    "sidestream": 51_910,
+    "sidestream": 52_420,
     "proof": 21_120,
     "bench": 11_120,
-    "tests": 71_510,
+    "tests": 71_710,
 }
 
 

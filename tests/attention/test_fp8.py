@@ -97,7 +97,7 @@ def test_rotated_keys_are_written_as_separate_operations_write_them() -> None:
 
     launch.rotate_and_write(query, key, value, rotary, LAYER, batch, out=torch.empty_like(query))
 
-    launch.write(rotary.apply(query, key)[1], value, LAYER, separate, out=torch.empty_like(query))
+    launch.write(rotary.apply(query, key, value)[1], value, LAYER, separate, out=torch.empty_like(query))
     assert torch.equal(batch.kv.float().nan_to_num(), separate.kv.float().nan_to_num())
     assert (batch.layer(LAYER).float().abs() == 448).any()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -27,6 +27,7 @@ from paged_rig import (
 from sidestream.attention.interface import AttentionSpec, BatchRows, ungated
 from sidestream.attention.latent import LatentHeads
 from sidestream.attention.paged import TorchAttention
+from sidestream.attention.rotary import LatentRotary
 from sidestream.attention.triton import SplitKVWorkspace, TritonAttention, launch
 from sidestream.errors import ConfigError
 
@@ -145,6 +146,40 @@ def test_random_steps_over_latents(seed: int) -> None:
     rows = latent_rows(lens, 3)
 
     assert_right(rows, in_kernels(rows, 3, how), heads_of(3))
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(("count", "sizes"), [(3, SMALL), (20, REAL)], ids=str)
+def test_one_kernel_normalises_rotates_and_writes_latents(count: int, sizes: Sizes, interleaved: bool) -> None:
+    pytest.importorskip("triton")
+    rows = latent_rows([(1, 30), (3, 18), (1, 1)], count, sizes=sizes)
+    batch = make_batch(latent_pool(rows), rows, Shape(count, 1, sizes.width), Launch(padded_tokens=2))
+    separate = replace(batch, kv=batch.kv.clone())
+    query, latent, key = (part.nan_to_num(5.0) for part in inputs(rows, 2, sizes))
+    whole = torch.cat((latent, key), -1)  # one matrix, as a joined projection gives it
+    latent, key = whole.split([sizes.latent, sizes.rotated], -1)
+    draws = torch.Generator().manual_seed(3)
+    angles = torch.rand(len(query), sizes.rotated // 2, generator=draws) * 6
+    cos, sin = (values.repeat(1, 2).to(DEVICE) for values in (angles.cos(), angles.sin()))
+    norm = torch.rand(sizes.latent, generator=draws).to(DEVICE) + 0.5
+    rotary, heads = LatentRotary(cos, sin, norm, 1e-2, interleaved), heads_of(count, sizes=sizes)
+    opened: list[bool] = []
+
+    def gate(_: int) -> None:  # nothing is written before the layer's load
+        opened.append(torch.equal(batch.kv.nan_to_num(), separate.kv.nan_to_num()))
+
+    gated = replace(batch, before_layer=gate)
+    attended = gated.attend(query, latent, key, LAYER, scale=sizes.scale, latent=heads, rotary=rotary)
+
+    assert opened == [True]
+
+    wanted = separate.attend(*rotary.apply(query, latent, key), LAYER, scale=sizes.scale, latent=heads)
+    torch.testing.assert_close(batch.kv, separate.kv, atol=1e-5, rtol=1e-5, equal_nan=True)
+    torch.testing.assert_close(attended, wanted, atol=1e-4, rtol=1e-4)
+    assert not attended[-2:].any()
+    alone = replace(batch, kv=latent_pool(rows))
+    alone.write(latent, key, LAYER, rotary)
+    assert torch.equal(alone.kv.nan_to_num(), batch.kv.nan_to_num())
 
 
 def test_the_buffers_of_kernels_over_latents_take_the_bytes_that_are_counted() -> None:

@@ -65,7 +65,7 @@ def test_one_kernel_equals_separate_operations(
 
     rotated = launch.rotate_and_write(query, key, value, rotary, LAYER, batch, out=out)
 
-    wanted, wanted_key = rotary.apply(query, key)
+    wanted, wanted_key, _ = rotary.apply(query, key, value)
     launch.write(wanted_key, value, LAYER, separate, out=zeroed)
     tolerance = rotary_tolerance(dtype, normed=normed)
     torch.testing.assert_close(rotated[:tokens], wanted[:tokens], atol=tolerance, rtol=tolerance)
@@ -84,7 +84,7 @@ def test_attention_is_that_of_rotated_queries_and_keys(normed: bool) -> None:
     attended = batch.attend(query, key, value, LAYER, scale=0.25, rotary=rotary)
 
     torch.testing.assert_close(
-        attended, paged_attention(*rotary.apply(query, key), value, LAYER, other, scale=0.25), atol=1e-6, rtol=1e-6
+        attended, paged_attention(*rotary.apply(query, key, value), LAYER, other, scale=0.25), atol=1e-6, rtol=1e-6
     )
 
 
@@ -94,8 +94,20 @@ def test_keys_that_are_written_alone_are_rotated() -> None:
     other = replace(batch, kv=batch.kv.clone())
     rotary = rotary_for(len(key), shape, normed=False)
     batch.write(key, value, LAYER, rotary)
-    other.write(rotary.apply(key, key)[1], value, LAYER)
+    other.write(rotary.apply(key, key, value)[1], value, LAYER)
     assert torch.equal(batch.kv.nan_to_num(), other.kv.nan_to_num())
+
+
+def test_embeddings_may_have_half_the_size() -> None:
+    shape = Shape()
+    batch, (_, key, value) = step(make_rows(LENS, shape), shape)
+    other = replace(batch, kv=batch.kv.clone())
+    rotary = rotary_for(len(key), shape, normed=False)
+    half = replace(rotary, cos=rotary.cos.chunk(2, -1)[0].contiguous(), sin=rotary.sin.chunk(2, -1)[0].contiguous())
+    batch.write(key, value, LAYER, rotary)
+    other.write(key, value, LAYER, half)
+    assert torch.equal(batch.kv.nan_to_num(), other.kv.nan_to_num())
+    assert all(map(torch.equal, rotary.apply(key, key, value), half.apply(key, key, value)))
 
 
 def test_a_layer_is_not_rotated_into_before_its_load_h5() -> None:

@@ -208,7 +208,7 @@ def test_captured_rotation_and_write_equal_separate_operations(
             separate.layer(LAYER).fill_(0)
             graph.replay()
 
-            wanted, wanted_key = rotary.apply(query, key)
+            wanted, wanted_key, _ = rotary.apply(query, key, value)
             launch.write(wanted_key, value, LAYER, separate, out=out[1])
             atol = rtol = rotary_tolerance(dtype, normed=normed)
             torch.testing.assert_close(rotated[:tokens], wanted[:tokens], atol=atol, rtol=rtol)

@@ -41,10 +41,15 @@ def changed(model: PagedModel) -> int:
         ("qwen3_moe", 3),
         ("gemma2", 4),  # caps its scores, and two layers have a window
         ("granite_swa", 4),  # attention sinks
+        ("gpt_oss", 4),  # the same, and embeddings of half the size
         ("gemma3", 0),  # norms that add one to their weights, and embeddings by kinds of layers
         ("glm4_moe", 0),  # rotates a part of each head
         ("olmo2", 0),  # norms over all heads
-        ("minicpm3", 0),  # latents
+        ("minicpm3", 3),  # latents
+        ("deepseek_v3", 3),
+        ("glm4_moe_lite", 3),
+        ("longcat_flash", 0),  # scales queries and latents
+        ("deepseek_v2", 0),  # embeddings are complex numbers
         ("gpt_neo", 0),  # no rotary embedding
         ("llama4_text", 0),  # rotates pairs of neighbours
         ("gemma4_shared", 0),  # heads of two sizes

@@ -89,16 +89,28 @@ for experts in (32, 129):
     )  # fmt: skip
 for dtype, rows in ((BF16, 16), (BF16, 64), (FLOAT, 16), (FLOAT, 64)):
     outputs, inputs, stages = (64, 128, 3) if rows == 16 else (128, 64, 4)
-    compiled(
-        expert_kernels.multiply_by_expert, *[dtype] * 3, INT, INT, dtype, *["i32"] * 7, stages=stages,
-        EXPERTS=128, SORTED=True, GATHER=True, BIAS=True, ROWS=rows, OUTPUTS=outputs, INPUTS=inputs, PRECISION="ieee",
-    )  # fmt: skip
+    for gate in ("clamped", "relu2", ""):
+        compiled(
+            expert_kernels.multiply_by_expert, *[dtype] * 4, INT, INT, dtype, *["i32"] * 10, stages=stages,
+            EXPERTS=128, SORTED=True, GATHER=bool(gate), BIAS=True, GATE=gate, ALTERNATE=True, ROWS=rows,
+            OUTPUTS=outputs, INPUTS=inputs, PRECISION="ieee",
+        )  # fmt: skip
 compiled(
-    expert_kernels.multiply_by_expert, BF16, BF16, BF16, INT, LONG, BF16, *["i32"] * 7,
-    EXPERTS=128, SORTED=False, GATHER=True, BIAS=False, ROWS=16, OUTPUTS=64, INPUTS=128, PRECISION="ieee",
+    expert_kernels.multiply_by_expert, *[BF16] * 4, INT, LONG, BF16, *["i32"] * 10,
+    EXPERTS=128, SORTED=False, GATHER=True, BIAS=False, GATE="silu", ALTERNATE=False, ROWS=16, OUTPUTS=64, INPUTS=128,
+    PRECISION="ieee",
 )  # fmt: skip
-compiled(expert_kernels.add_by_token, BF16, FLOAT, INT, BF16, "i32", "i32", SORTED=True, TOP=8, LANES=512, warps=2)
-compiled(expert_kernels.largest_of_rows, FLOAT, FLOAT, LONG, "i32", "i32", COUNT=8, WIDTH=128, warps=1)
+for gate in ("silu", "gelu", "clamped", "relu2"):
+    compiled(expert_kernels.activate, BF16, BF16, *["i32"] * 3, GATE=gate, LANES=1024)
+compiled(
+    expert_kernels.add_by_token, BF16, FLOAT, INT, BF16, BF16, *["i32"] * 3,
+    SORTED=True, SHARED=True, ADDED=True, TOP=8, LANES=512, warps=2,
+)  # fmt: skip
+for score in ("", "softmax", "sigmoid"):
+    compiled(
+        expert_kernels.largest_of_rows, FLOAT, FLOAT, BF16, LONG, "i32", "i32", "fp32",
+        COUNT=6, WIDTH=128, PLACES=8, SCORE=score, CORRECTED=bool(score), NORMALISED=bool(score), warps=1,
+    )  # fmt: skip
 for dtype, tokens, outputs in ((BF16, 32, 32), (BF16, 64, 64), (FLOAT, 64, 64)):
     compiled(
         adapter_kernels.add_adapters, *[dtype] * 4, *["i32"] * 5,
@@ -120,6 +132,12 @@ for pool, size, normed in ((BF16, 128, True), (BF16, 80, False), (FP8, 128, True
         attention.rotate_and_write, *[BF16] * 7, pool, LONG, BF16, BF16, LONG, "i32", "i32", "fp32", *["i32"] * 12,
         warps=2, NORMED=normed, KV_HEADS=8, GROUP=4, HALF=size // 2, PADDED_HALF=64, BLOCK_TOKENS=16, LINES=16,
         OVERLAP=True,
+    )  # fmt: skip
+for step, high in ((2, 1), (1, 32)):  # GLM-4.7-Flash's 20 heads
+    compiled(
+        attention.write_latents, *[BF16] * 8, LONG, BF16, LONG, "i32", "fp32", *["i32"] * 10,
+        HEADS=20, PADDED_HEADS=32, LATENT_DIM=512, PADDED_LATENT=512, HALF=32, PADDED_HALF=32, STEP=step, HIGH=high,
+        OUT_WIDTH=20 * 512, BLOCK_TOKENS=16, OVERLAP=True,
     )  # fmt: skip
 for pool, size, (split, wide, lines, keys, warps, stages) in (
     *itertools.product(

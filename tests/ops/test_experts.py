@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,16 +10,28 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GptOssConfig, NemotronHConfig, Qwen3MoeConfig
+from torch._dynamo.backends.common import aot_autograd
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Glm4MoeLiteConfig,
+    GptOssConfig,
+    NemotronHConfig,
+    Qwen3MoeConfig,
+)
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteMoE, Glm4MoeLiteTopkRouter
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
 from proof.tiny_models import tiny_model_dir
 from sidestream.models import experts as models
 from sidestream.models import load_model
 from sidestream.models.compiled import _MERGE_PRODUCTS, compile_layers
+from sidestream.models.joined import join_projections
 
 pytest.importorskip(
     "triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra"
@@ -46,6 +59,8 @@ def module(kind: int, dtype: torch.dtype = torch.float32) -> Any:
     made: nn.Module = kind_of_module(config).to(HERE, dtype).requires_grad_(False)
     for part in made.parameters():
         nn.init.normal_(part, std=0.1)
+    made.config = config
+    models.use_own_experts(nn.ModuleList([made]), dtype)
     return made
 
 
@@ -79,6 +94,33 @@ def test_experts_compute_what_those_of_transformers_compute(
     weights, chosen = random_choice(tokens, 8, 2)
     expected = grouped_mm_experts_forward(experts, states, chosen, weights)
     torch.testing.assert_close(models.experts_forward(experts, states, chosen, weights), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", range(len(MODULES)))
+def test_torch_multiplies_many_pairs_and_a_kernel_activates(kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "on_gpu", lambda device: True)
+    monkeypatch.setattr(ops, "_GROUPED_ROWS", 1)
+    experts, states = module(kind, torch.bfloat16), torch.randn(20, 48, device=HERE, dtype=torch.bfloat16)
+    weights, chosen = random_choice(20, 8, 2)
+    expected = grouped_mm_experts_forward(experts, states, chosen, weights.bfloat16())
+    found = models.experts_forward(experts, states, chosen, weights.bfloat16())
+    torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
+
+
+def test_each_activation_is_recognised_and_computed() -> None:
+    products = torch.linspace(-8.5, 8.5, 120, device=HERE).view(3, 40)  # beyond the bounds of gpt-oss
+    for gate, formula in ops.GATES.items():
+        for alternate in (False, True):
+            halves = (products[:, ::2], products[:, 1::2]) if alternate else products.chunk(2, -1)
+            expected = formula(products, products) if gate == "relu2" else formula(*halves)
+            part = SimpleNamespace(
+                is_concatenated=not alternate, has_gate=gate != "relu2", act_fn=lambda x, f=formula: f(x, x),
+                _apply_gate=lambda x, f=formula, a=alternate: f(x[:, ::2], x[:, 1::2]) if a else f(*x.chunk(2, -1)),
+            )  # fmt: skip
+            assert models._gate_of(part) == gate
+            torch.testing.assert_close(ops._activate(products, gate, alternate and gate != "relu2"), expected)
+    part.has_gate, part._apply_gate = True, lambda x: x.chunk(2, -1)[0] * 2
+    assert models._gate_of(part) == ""
 
 
 @pytest.mark.parametrize("kind", range(len(MODULES)))
@@ -134,6 +176,104 @@ def test_compiled_code_finds_few_largest_scores_by_one_kernel(
     _MERGE_PRODUCTS(graph)
     assert (found.target is torch.ops.sidestream.largest_of_rows.default) == replaced
     assert len(found.args) == (2 if replaced else 1 + len(arguments))
+
+
+def changed(part: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """A module with random weights, and a copy after `use_own_experts`."""
+    torch.manual_seed(0)
+    part.to(HERE).requires_grad_(False)
+    for name, values in [*part.named_parameters(), *part.named_buffers()]:
+        nn.init.normal_(values, std=0.1 if "expert" in name or "_proj" in name else 1.0)
+    monkeypatch.setattr(models, "on_gpu", lambda device: True)
+    own = copy.deepcopy(part)
+    for parent in [each for each in part.modules() if hasattr(each, "act_fn") and hasattr(each, "up_proj")]:
+        join_projections(parent, ("gate_proj", "up_proj"))
+    models.use_own_experts(part, next(part.parameters()).dtype)
+    return own, part
+
+
+class Contrary(Qwen3MoeTopKRouter):
+    """Gives the weights of one expert to another one."""
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = super().forward(hidden_states)[0]
+        return logits, torch.ones_like(logits[:, :1]), logits.argmin(-1, keepdim=True)
+
+
+ROUTERS = [
+    (Contrary(Qwen3MoeConfig(num_experts=16, hidden_size=48, num_experts_per_tok=1)), False),
+    (Qwen3MoeTopKRouter(Qwen3MoeConfig(num_experts=16, hidden_size=48, norm_topk_prob=True)), True),
+    (Qwen3MoeTopKRouter(Qwen3MoeConfig(num_experts=16, hidden_size=48, norm_topk_prob=False)), True),
+    (GptOssTopKRouter(GptOssConfig(num_local_experts=16, hidden_size=48)), True),
+    (Glm4MoeLiteTopkRouter(Glm4MoeLiteConfig(n_routed_experts=16, hidden_size=48, routed_scaling_factor=1.8)), True),
+    # Multiplies in float32.
+    (Glm4MoeLiteTopkRouter(Glm4MoeLiteConfig(n_routed_experts=16, hidden_size=48)).bfloat16(), True),
+    (DeepseekV2TopkRouter(DeepseekV2Config(n_routed_experts=16, hidden_size=64, num_experts_per_tok=3)), True),
+    # Only some groups of experts are chosen from.
+    (DeepseekV3TopkRouter(DeepseekV3Config(n_routed_experts=16, hidden_size=48)), False),
+    # The same, where the others seldom have the largest score.
+    (DeepseekV3TopkRouter(DeepseekV3Config(n_routed_experts=16, hidden_size=48, num_experts_per_tok=1)), False),
+    (Qwen3MoeTopKRouter(Qwen3MoeConfig(num_experts=2000, hidden_size=48)), False),
+]
+
+
+@pytest.mark.parametrize(("router", "replaced"), ROUTERS)
+def test_routers_choose_and_weigh_by_one_kernel(
+    router: nn.Module, replaced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, part = changed(copy.deepcopy(router), monkeypatch)
+    assert isinstance(part, models.ChoosingRouter) == replaced
+    states = torch.randn(20, own.weight.shape[1], device=HERE, dtype=own.weight.dtype)
+    (logits, weights, chosen), (expected_logits, *expected) = part(states), own(states)
+    torch.testing.assert_close(logits, expected_logits)
+    assert weights.dtype == expected[0].dtype
+    mixed, expected_mixed = (
+        logits.new_zeros(logits.shape).scatter(1, at, values) for values, at in ((weights, chosen), tuple(expected))
+    )
+    torch.testing.assert_close(mixed, expected_mixed)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 20, 150])
+def test_an_expert_of_all_tokens_is_multiplied_with_the_others(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Glm4MoeLiteConfig(n_routed_experts=32, **GATED)
+    config._experts_implementation = "grouped_mm"
+    own, part = changed(Glm4MoeLiteMoE(config), monkeypatch)
+    assert isinstance(part, models.SharingMixture)
+    states = torch.randn(1, tokens, 48, device=HERE)
+    found = part(states)
+    config._experts_implementation = own.experts.config._experts_implementation = "grouped_mm"
+    torch.testing.assert_close(found, own(states), atol=1e-4, rtol=1e-4)
+
+
+def test_torch_multiplies_many_tokens_by_the_expert_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_GROUPED_ROWS", 1)
+    config = Glm4MoeLiteConfig(n_routed_experts=8, **GATED)
+    own, part = changed(Glm4MoeLiteMoE(config).bfloat16(), monkeypatch)
+    own.experts.config._experts_implementation = "grouped_mm"
+    states = torch.randn(1, 20, 48, device=HERE, dtype=torch.bfloat16)
+    torch.testing.assert_close(part(states), own(states), atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize(("tokens", "whole"), [(3, True), (20, True), (3, False)])
+def test_compiled_mixtures_add_what_is_added_to_their_output(
+    tokens: int, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = changed(Glm4MoeLiteMoE(Glm4MoeLiteConfig(n_routed_experts=32, **GATED)), monkeypatch)[1]
+    sums = []
+
+    def compiler(graph: torch.fx.GraphModule, _: object) -> Any:
+        _MERGE_PRODUCTS(graph.graph)
+        graph.recompile()
+        sums.append(sum(node.target is torch.ops.aten.add.Tensor for node in graph.graph.nodes))
+        return graph
+
+    states, residual = torch.randn(1, tokens, 48, device=HERE), torch.randn(tokens if whole else 1, 48, device=HERE)
+    compiled = torch.compile(
+        lambda states, residual: residual[None] + part(states), backend=aot_autograd(fw_compiler=compiler)
+    )
+    with torch.inference_mode():
+        torch.testing.assert_close(compiled(states, residual), residual + part(states))
+    assert sums == [0 if whole else 1]
 
 
 def test_compiled_layers_use_these_experts(tmp_path: Path) -> None:

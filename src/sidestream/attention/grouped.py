@@ -13,7 +13,7 @@ import torch
 
 from sidestream.attention.interface import AttentionBackend, AttentionBatch, BatchRows, KVShape
 from sidestream.attention.latent import LatentHeads
-from sidestream.attention.rotary import Rotary
+from sidestream.attention.rotary import Rotation
 
 
 class GroupedBatch:
@@ -47,7 +47,7 @@ class GroupedBatch:
     def with_kv_shape(self, shape: KVShape) -> AttentionBatch:
         return self.blocks.with_kv_shape(shape)
 
-    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int, rotary: Rotary | None = None) -> None:
+    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int, rotary: Rotation | None = None) -> None:
         batch, index = self.of_layer(layer)
         batch.write(key, value, index, rotary)
 
@@ -64,7 +64,7 @@ class GroupedBatch:
         sinks: torch.Tensor | None = None,
         slopes: torch.Tensor | None = None,
         latent: LatentHeads | None = None,
-        rotary: Rotary | None = None,
+        rotary: Rotation | None = None,
     ) -> torch.Tensor:
         batch, index = self.of_layer(layer)
         return batch.attend(

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from sidestream.attention.latent import LatentHeads
-from sidestream.attention.rotary import Rotary
+from sidestream.attention.rotary import Rotation
 
 
 def ungated(layer: int) -> None:
@@ -82,7 +82,7 @@ class Attended(Protocol):
         sinks: torch.Tensor | None = None,
         slopes: torch.Tensor | None = None,
         latent: LatentHeads | None = None,
-        rotary: Rotary | None = None,
+        rotary: Rotation | None = None,
     ) -> torch.Tensor:
         """Write the batch's keys and values into the pool, then attend; returns `[T, heads, head_dim]`.
 
@@ -96,7 +96,7 @@ class Attended(Protocol):
 
         latent   matrices of a layer with latent attention: `key` is then each token's latent [T, 1, latent_dim] and
                  `value` the rotated part of its key [T, 1, rotated_dim]; the result is `[T, heads, value_dim]`
-        rotary   what is applied to `query` and `key` first; None: they are normalised and rotated
+        rotary   what is applied to `query`, `key` and `value` first; None: they are normalised and rotated
         """
         ...
 
@@ -110,7 +110,7 @@ class AttentionBatch(Attended, Protocol):
         """
         ...
 
-    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int, rotary: Rotary | None = None) -> None:
+    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int, rotary: Rotation | None = None) -> None:
         """Write keys and values into the pool, as the first part of `attend` does."""
         ...
 

@@ -31,13 +31,16 @@ class LatentHeads:
         """Elements of a latent."""
         return self.weight.shape[2]
 
-    def absorb(self, query: torch.Tensor) -> torch.Tensor:
-        """Queries `[T, heads, key_dim + rotated_dim]` to queries of latents, `[T, heads, latent_dim + rotated_dim]`."""
+    def absorb(self, query: torch.Tensor, *, copies: bool = True) -> torch.Tensor:
+        """Queries `[T, heads, key_dim + rotated_dim]` to queries of latents, `[T, heads, latent_dim + rotated_dim]`. If
+        not `copies`, the rotated parts are left to be written.
+        """
         tokens, heads, width = query.shape
         absorbed = query.new_empty(tokens, heads, self.latent_dim + width - self.key_dim)
         unrotated, products = query[..., : self.key_dim], absorbed[..., : self.latent_dim]
         torch.bmm(unrotated.transpose(0, 1), self.weight[:, : self.key_dim], out=products.transpose(0, 1))
-        absorbed[..., self.latent_dim :] = query[..., self.key_dim :]
+        if copies:
+            absorbed[..., self.latent_dim :] = query[..., self.key_dim :]
         return absorbed
 
     def project(self, attended: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from sidestream.attention.interface import AttentionSpec, BatchRows, KVShape, ungated
 from sidestream.attention.latent import LatentHeads
-from sidestream.attention.rotary import Rotary
+from sidestream.attention.rotary import Rotation
 from sidestream.errors import InvariantError
 from sidestream_kv.device.kinds import on_host
 from sidestream_kv.kv.layout import window_start
@@ -111,9 +111,9 @@ class PagedBatch:
     def with_kv_shape(self, shape: KVShape) -> PagedBatch:
         return replace(self, kv=shape.at_the_end_of(self.kv), before_layer=ungated)
 
-    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int, rotary: Rotary | None = None) -> None:
+    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int, rotary: Rotation | None = None) -> None:
         if rotary is not None:
-            _, key = rotary.apply(key[:, :0], key)
+            _, key, value = rotary.apply(key[:, :0], key, value)
         self.before_layer(layer)
         pool = self._addresses.pool_from(layer)
         if self.kv.shape[2] == 1:
@@ -137,10 +137,10 @@ class PagedBatch:
         sinks: torch.Tensor | None = None,
         slopes: torch.Tensor | None = None,
         latent: LatentHeads | None = None,
-        rotary: Rotary | None = None,
+        rotary: Rotation | None = None,
     ) -> torch.Tensor:
         if rotary is not None:
-            query, key = rotary.apply(query, key)
+            query, key, value = rotary.apply(query, key, value)
         return paged_attention(
             query, key, value, layer, self,
             scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks, slopes=slopes, latent=latent,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from transformers import AttentionInterface
 
 from sidestream.models import adapter
 from sidestream.models.adapter import PagedModel
-from sidestream.models.experts import EXPERTS
+from sidestream.models.experts import use_own_experts
 from sidestream.models.joined import join_adapted, join_projections
 from sidestream.models.lora import AdaptedLinear
 from sidestream.models.mtp import MtpHead
@@ -82,7 +82,7 @@ def compile_layers(model: PagedModel | MtpHead, *, backend: str | Callable[..., 
     rotate_in_attention(_module(model), model.served if isinstance(model, MtpHead) else model.module)
     AttentionInterface.register(_OUTSIDE, torch.compiler.disable(adapter.paged_attention_hook))  # type: ignore[no-untyped-call]
     _module(model).config._attn_implementation = _OUTSIDE
-    _use_own_experts(model)
+    use_own_experts(_module(model), (model.served if isinstance(model, MtpHead) else model.module).dtype)
     options: Any = {"joint_custom_pre_pass": _MERGE_PRODUCTS} if backend == "inductor" else None
     how = {"dynamic": True, "backend": backend, "options": options}
     rotary = None if isinstance(model, MtpHead) else getattr(model.module.base_model, "rotary_emb", None)
@@ -101,13 +101,6 @@ def decompile(model: PagedModel | MtpHead) -> None:
     _as_written((*decoder_layers(model), *_around(model)))
     vars(model).pop("joined", None)
     _module(model).config._attn_implementation = adapter.PAGED
-
-
-def _use_own_experts(model: PagedModel | MtpHead) -> None:
-    """Let all modules of experts for which transformers has several implementations use `experts_forward`."""
-    for part in _module(model).modules():
-        if hasattr(part, "_apply_gate") and hasattr(part, "is_transposed"):
-            part.config._experts_implementation = EXPERTS
 
 
 def _compiled(
@@ -203,7 +196,8 @@ class _MergeProducts(CustomGraphPass):
     """A graph pass that merges equal matrix products, and what rounds their inputs. torch's own pass does not merge a
     product if the graph returns a view of it. This pass also turns the product of a column and a row (positions times
     frequencies) into an elementwise multiplication, which needs no separate kernel launch. On a GPU, it lets one kernel
-    find the largest of few scores, which torch selects in one kernel and sorts in another one.
+    find the largest of few scores, which torch selects in one kernel and sorts in another one, and lets mixtures of
+    experts add what is added to their output.
     """
 
     def __call__(self, graph: torch.fx.Graph) -> None:
@@ -229,6 +223,8 @@ class _MergeProducts(CustomGraphPass):
         pure |= {aten.div.Tensor, aten.mul.Tensor, torch.ops.sidestream.add_adapters.default}
         for node in graph.find_nodes(op="call_function", target=aten.topk.default):
             _replace_topk(node)
+        for node in graph.find_nodes(op="call_function", target=torch.ops.sidestream.mix.default):
+            _add_in_mixture(graph, node, {view.default for view in views})
         first: dict[tuple[Any, ...], torch.fx.Node] = {}
         for node in list(graph.nodes):
             if node.op != "call_function" or node.target not in pure:
@@ -259,6 +255,29 @@ def _replace_topk(node: torch.fx.Node) -> None:
         and count <= MOST_LARGEST
     ):
         node.target, node.args, node.kwargs = torch.ops.sidestream.largest_of_rows.default, (scores, count), {}
+
+
+def _add_in_mixture(graph: torch.fx.Graph, node: torch.fx.Node, views: Set[Any]) -> None:
+    """Let the mixture of experts `node` add what is added to its output, which views may reshape."""
+    *arguments, nothing = node.args
+    chain = [node]
+    while len(chain[-1].users) == 1 and (user := next(iter(chain[-1].users))).target in views:
+        chain.append(user)
+    if len(chain[-1].users) != 1 or nothing is not None:
+        return
+    total = next(iter(chain[-1].users))
+    added = next((given for given in total.args if given is not chain[-1]), None)
+    if total.target is not torch.ops.aten.add.Tensor or total.kwargs or not isinstance(added, torch.fx.Node):
+        return
+    sizes = {str(whole.meta["val"].shape) for whole in (total, added)}
+    types = {whole.meta["val"].dtype for whole in (total, added, node)}
+    if len(sizes) == len(types) == 1:
+        with graph.inserting_before(total):
+            mixture = graph.call_function(torch.ops.sidestream.mix.default, (*arguments, added))
+        mixture.meta = total.meta
+        total.replace_all_uses_with(mixture)
+        for done in (total, *reversed(chain)):
+            graph.erase_node(done)
 
 
 # All compilations share one instance, because its identity is part of the key of the compile cache.

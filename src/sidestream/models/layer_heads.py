@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from sidestream.attention.interface import Attended
 from sidestream.attention.latent import LatentHeads
-from sidestream.attention.rotary import Rotary
+from sidestream.attention.rotary import Rotation
 from sidestream.errors import InvariantError
 
 
@@ -135,7 +135,7 @@ class DividedBatch:
         sinks: torch.Tensor | None = None,
         slopes: torch.Tensor | None = None,
         latent: LatentHeads | None = None,
-        rotary: Rotary | None = None,
+        rotary: Rotation | None = None,
     ) -> torch.Tensor:
         place = self.places[layer]
         if latent is not None or rotary is not None:

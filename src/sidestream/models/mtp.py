@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from sidestream.attention.interface import AttentionBatch
-from sidestream.attention.rotary import Rotary
+from sidestream.attention.rotary import Rotation
 from sidestream.checkpoint_files import CONFIG, check_regular, read_json
 from sidestream.errors import ModelError
 from sidestream.models.adapter import OpaqueBatch, PagedModel, padded_length
@@ -199,7 +199,7 @@ class _KeysAndValues:
         return self.batch.layer(index)
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, layer: int, *, rotary: Rotary | None = None, **how: Any
+        self, query: Tensor, key: Tensor, value: Tensor, layer: int, *, rotary: Rotation | None = None, **how: Any
     ) -> Tensor:
         """Write keys and values, and raise `_Written`."""
         self.batch.write(key, value, layer, rotary)

@@ -100,11 +100,15 @@ def _rounded(values, like):
 
 
 @triton.jit
-def _rotated(heads, cosines, sines, norm, eps, dims, mask, NORMED: tl.constexpr, HALF: tl.constexpr):
-    """Both halves of heads `[LINES, PADDED_HALF]`, normalised and rotated, in float32."""
+def _rotated(
+    heads, cosines, sines, norm, eps, dims, mask, NORMED: tl.constexpr, HALF: tl.constexpr, HIGH: tl.constexpr
+):  # fmt: skip
+    """Both halves of heads `[LINES, PADDED_HALF]`, normalised and rotated, in float32. The second half lies HIGH behind
+    the first one.
+    """
     # All loads come first, so that none waits for a sum.
     low = tl.load(heads, mask=mask, other=0.0).to(tl.float32)
-    high = tl.load(heads + HALF, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(heads + HIGH, mask=mask, other=0.0).to(tl.float32)
     cosine = tl.load(cosines, mask=mask, other=0.0).to(tl.float32)
     sine = tl.load(sines, mask=mask, other=0.0).to(tl.float32)
     if NORMED:
@@ -180,7 +184,7 @@ def rotate_and_write(
         end = tl.load(cu_seqlens_q + num_rows)
         head += part * KV_HEADS
         heads = query + (token * query_token_stride + head * query_head_stride)[:, None] + dims[None, :]
-        low, high = _rotated(heads, cosines, sines, query_norm, eps, dims, mask, NORMED, HALF)
+        low, high = _rotated(heads, cosines, sines, query_norm, eps, dims, mask, NORMED, HALF, HALF)
         offsets = ((token * (GROUP * KV_HEADS) + head) * (2 * HALF))[:, None] + dims[None, :]
         tl.store(rotated + offsets, low.to(rotated.dtype.element_ty), mask=mask)
         tl.store(rotated + offsets + HALF, high.to(rotated.dtype.element_ty), mask=mask)
@@ -196,7 +200,7 @@ def rotate_and_write(
         places = pool + place[:, None] + dims[None, :]
         if part == GROUP:
             heads = key + (token * key_token_stride + head * key_head_stride)[:, None] + dims[None, :]
-            low, high = _rotated(heads, cosines, sines, key_norm, eps, dims, mask, NORMED, HALF)
+            low, high = _rotated(heads, cosines, sines, key_norm, eps, dims, mask, NORMED, HALF, HALF)
             tl.store(places, _stored(_rounded(low, value), pool), mask=written)
             tl.store(places + HALF, _stored(_rounded(high, value), pool), mask=written)
         else:
@@ -204,6 +208,58 @@ def rotate_and_write(
             first, second = tl.load(heads, mask=mask), tl.load(heads + HALF, mask=mask)
             tl.store(places + half_stride, _stored(first, pool), mask=written)
             tl.store(places + half_stride + HALF, _stored(second, pool), mask=written)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=["slot_mapping", "cu_seqlens_q"],
+)
+def write_latents(
+    unrotated, rotated, latent, key, cos, sin, norm, pool, slot_mapping, out, cu_seqlens_q, num_rows, eps,
+    unrotated_token_stride, unrotated_head_stride, rotated_token_stride, rotated_head_stride, latent_stride, key_stride,
+    cos_stride, sin_stride, block_stride, offset_stride,
+    HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, LATENT_DIM: tl.constexpr, PADDED_LATENT: tl.constexpr,
+    HALF: tl.constexpr, PADDED_HALF: tl.constexpr, STEP: tl.constexpr, HIGH: tl.constexpr, OUT_WIDTH: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Normalises a token's latent and rotates its key, and writes both to its slot, unless the slot is negative. Also
+    rotates parts of its HEADS queries. If the token is padding after the last row, sets its output to zero. The pairs
+    that are rotated begin STEP apart, and their elements lie HIGH apart. Grid (tokens,).
+    """
+    if OVERLAP:
+        gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    end = tl.load(cu_seqlens_q + num_rows)
+    dims = tl.arange(0, PADDED_HALF)
+    one = (dims < HALF)[None, :]
+    cosines = cos + token * cos_stride + dims[None, :]
+    sines = sin + token * sin_stride + dims[None, :]
+    keys = key + token * key_stride + dims[None, :] * STEP
+    low, high = _rotated(keys, cosines, sines, norm, eps, dims, one, False, HALF, HIGH)
+    lane = tl.arange(0, PADDED_LATENT)
+    inside = lane < LATENT_DIM
+    weight = tl.load(norm + lane, mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(latent + token * latent_stride + lane, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 0) / LATENT_DIM + eps)
+    values = _rounded(weight * _rounded(values * scale, norm), norm)
+    # Only stores depend on the slot, so loads do not wait for it.
+    place = pool + slot // BLOCK_TOKENS * block_stride + slot % BLOCK_TOKENS * offset_stride
+    tl.store(place + lane, _stored(values, pool), mask=inside & (slot >= 0))
+    tl.store(place + LATENT_DIM + dims[None, :], _stored(_rounded(low, norm), pool), mask=one & (slot >= 0))
+    tl.store(place + LATENT_DIM + HALF + dims[None, :], _stored(_rounded(high, norm), pool), mask=one & (slot >= 0))
+    if HEADS > 0:
+        head = tl.arange(0, PADDED_HEADS)[:, None]
+        mask = (head < HEADS) & one
+        heads = unrotated + token * unrotated_token_stride + head * unrotated_head_stride + dims[None, :] * STEP
+        low, high = _rotated(heads, cosines, sines, norm, eps, dims, mask, False, HALF, HIGH)
+        heads = rotated + token * rotated_token_stride + head * rotated_head_stride + dims[None, :]
+        tl.store(heads, low.to(rotated.dtype.element_ty), mask=mask)
+        tl.store(heads + HALF, high.to(rotated.dtype.element_ty), mask=mask)
+    if token >= end:
+        for begin in range(0, OUT_WIDTH, PADDED_LATENT):
+            zeros = tl.zeros([PADDED_LATENT], out.dtype.element_ty)
+            tl.store(out + token * OUT_WIDTH + begin + lane, zeros, mask=begin + lane < OUT_WIDTH)
 
 
 @triton.jit

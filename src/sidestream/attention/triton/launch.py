@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sidestream.attention.latent import LatentHeads
-from sidestream.attention.rotary import Rotary
+from sidestream.attention.rotary import LatentRotary, Rotation
 from sidestream.attention.triton import flash
 from sidestream.attention.triton.batch import BatchLocation
 from sidestream.attention.triton.workspace import (
@@ -49,7 +49,7 @@ _ROTATED, _ROTATING_WARPS = 1024, 4
 class DeviceBatch(BatchLocation):
     """See `AttentionBatch`. Each call launches the kernels of one layer."""
 
-    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int, rotary: Rotary | None = None) -> None:
+    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int, rotary: Rotation | None = None) -> None:
         rotate_and_write(key[:, :0], key, value, rotary, layer, self, out=torch.empty_like(key))
 
     def attend(
@@ -65,11 +65,12 @@ class DeviceBatch(BatchLocation):
         sinks: torch.Tensor | None = None,
         slopes: torch.Tensor | None = None,
         latent: LatentHeads | None = None,
-        rotary: Rotary | None = None,
+        rotary: Rotation | None = None,
     ) -> torch.Tensor:
+        absorbed = query if latent is None else latent.absorb(query, copies=rotary is None)
         attended = paged_attention(
-            query if latent is None else latent.absorb(query), key, value, layer, self,
-            scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks, slopes=slopes, rotary=rotary,
+            absorbed, key, value, layer, self, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks,
+            slopes=slopes, rotary=rotary, unrotated=None if latent is None else query[..., latent.key_dim :],
         )  # fmt: skip
         return attended if latent is None else latent.project(attended)
 
@@ -86,7 +87,8 @@ def paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
-    rotary: Rotary | None = None,
+    rotary: Rotation | None = None,
+    unrotated: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Write keys and values into the pool, then attend; returns `[T, heads, head_dim]`, dense, with zeros for padding.
 
@@ -103,7 +105,8 @@ def paged_attention(
     location of blocks, or on eager or captured launch. So the same row's results differ by rounding.
 
     If the pool holds latents: query [T, heads, latent_dim + rotated_dim] · key, the latents [T, 1, latent_dim] · value,
-    the rotated keys [T, 1, rotated_dim]; returns sums of latents, `[T, heads, latent_dim]`.
+    the rotated keys [T, 1, rotated_dim]; returns sums of latents, `[T, heads, latent_dim]`. With a `rotary`, the last
+    part of the queries is written here, from `unrotated` [T, heads, rotated_dim].
 
     Raises ConfigError without triton, and for heads or latents above 512 elements, InvariantError for other shapes.
     """
@@ -111,10 +114,10 @@ def paged_attention(
     _check(query, key, value, pool, batch, scale)
     tokens, heads, _ = query.shape
     (kv_heads, group, head_dim, rotated_dim), pool_strides = _head_layout(query, key, value, pool)
-    rows = len(batch.kv_lens)
-    tiles = batch.tiles or Tiles.default(head_dim, query.dtype, latent=rotated_dim > 0)
+    latent = rotated_dim > 0
+    rows, tiles = len(batch.kv_lens), batch.tiles or Tiles.default(head_dim, query.dtype, latent=latent)
     out = torch.empty(tokens, heads, head_dim, dtype=query.dtype, device=query.device)
-    query = rotate_and_write(query, key, value, rotary, layer, batch, out=out)
+    query = rotate_and_write(query, key, value, rotary, layer, batch, out=out, unrotated=unrotated)
 
     cap_scale, exponent = _factors(scale, softcap)
     plain = sliding_window is None and softcap is None and slopes is None
@@ -149,9 +152,8 @@ def paged_attention(
             done = _attend_contiguous(query, out, pool, sinks, whole, batch, contiguous, scale)
         attend(tiles.whole, (kv_heads, tokens // (_lines(tiles.whole, group) // group) + len(whole)), whole, None, 0)
     if batch.rows_in_splits and (workspace := batch.workspace):
-        parts = _parts_in_splits(batch, tiles, workspace, group=group, kv_heads=kv_heads)
-        for tile, programs, part, wide_tokens in parts:
-            attend(tile, (kv_heads, programs), part, workspace, wide_tokens)
+        for tile, programs, part, wide in _parts_in_splits(batch, tiles, workspace, group=group, kv_heads=kv_heads):
+            attend(tile, (kv_heads, programs), part, workspace, wide)
         _combine(out, sinks, batch, workspace, sliding_window)
     return out
 
@@ -262,14 +264,16 @@ def rotate_and_write(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    rotary: Rotary | None,
+    rotary: Rotation | None,
     layer: int,
     batch: BatchLocation,
     *,
     out: torch.Tensor,
+    unrotated: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Like `write`, after norms and rotary embedding; returns the queries after them. `query` has the shape of `out`,
-    or no heads. If `rotary` is None, only writes.
+    or no heads. If `rotary` is None, only writes. With latents, `unrotated` [T, heads, rotated_dim] becomes the last
+    part of `query`.
 
     Rounds where transformers' separate operations round, so results differ from theirs only by the order in which a
     norm adds its squares. Hence no fused multiply-add, which would leave out a rounding.
@@ -277,12 +281,12 @@ def rotate_and_write(
     if rotary is None:
         write(key, value, layer, batch, out=out)
         return query
+    if isinstance(rotary, LatentRotary):
+        parts = value[:, :0] if unrotated is None else unrotated
+        _write_latents(parts, query[..., key.shape[2] :], key, value, rotary, layer, batch, out=out)
+        return query
     pool, (tokens, heads, head_dim) = batch.layer(layer), query.shape
-    if not rotary.cos.shape == rotary.sin.shape == (tokens, head_dim) or rotary.cos.dtype != query.dtype:
-        raise InvariantError(
-            f"rotary embeddings {tuple(rotary.cos.shape)} in {rotary.cos.dtype} for {tokens} tokens, heads of "
-            f"{head_dim} in {query.dtype}: equal numbers and dtypes expected"
-        )
+    _check_rotary(rotary, tokens, head_dim, query.dtype)
     kv_heads, half = pool.shape[3], head_dim // 2
     padded_half = _power_of_two(half)
     lines = _ROTATED // padded_half
@@ -299,6 +303,34 @@ def rotate_and_write(
         enable_fp_fusion=False,
     )  # fmt: skip
     return rotated
+
+
+def _write_latents(
+    unrotated: torch.Tensor,
+    rotated: torch.Tensor,
+    latent: torch.Tensor,
+    key: torch.Tensor,
+    rotary: LatentRotary,
+    layer: int,
+    batch: BatchLocation,
+    *,
+    out: torch.Tensor,
+) -> None:
+    """`rotate_and_write` with latents: also rotates parts of the queries from `unrotated` to `rotated`."""
+    pool, (tokens, heads, width) = batch.layer(layer), unrotated.shape
+    _check_rotary(rotary, tokens, width, latent.dtype)
+    block_stride, _, offset_stride, _, _ = pool.stride()
+    half, size = width // 2, latent.shape[2]
+    batch.before_layer(layer)
+    _kernels().write_latents[(tokens,)](
+        unrotated, rotated, latent, key, rotary.cos, rotary.sin, rotary.norm, pool, batch.slot_mapping, out,
+        batch.cu_seqlens_q, len(batch.kv_lens), rotary.eps, *unrotated.stride()[:2], *rotated.stride()[:2],
+        latent.stride(0), key.stride(0), rotary.cos.stride(0), rotary.sin.stride(0), block_stride, offset_stride,
+        HEADS=heads, PADDED_HEADS=_power_of_two(heads), LATENT_DIM=size, PADDED_LATENT=_power_of_two(size), HALF=half,
+        PADDED_HALF=_power_of_two(half), STEP=2 if rotary.interleaved else 1, HIGH=1 if rotary.interleaved else half,
+        OUT_WIDTH=out[0].numel(), BLOCK_TOKENS=pool.shape[2], OVERLAP=_overlap(out.device).on,
+        num_warps=_ROTATING_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 class _Heads(NamedTuple):
@@ -401,6 +433,15 @@ def _check(
         raise InvariantError("the last dimension of query, key and value must be dense")
     if not scale > 0:
         raise InvariantError(f"scale is {scale}: it must be positive")
+
+
+def _check_rotary(rotary: Rotation, tokens: int, width: int, dtype: torch.dtype) -> None:
+    shape = rotary.cos.shape
+    if shape != rotary.sin.shape or shape not in ((tokens, width), (tokens, width // 2)) or rotary.cos.dtype != dtype:
+        raise InvariantError(
+            f"rotary embeddings {tuple(shape)} in {rotary.cos.dtype} for {tokens} tokens, heads of {width} in {dtype}: "
+            "equal numbers and dtypes expected"
+        )
 
 
 @functools.cache
