@@ -193,6 +193,15 @@ _Eager = Annotated[
     bool,
     _engine("--eager/--no-eager", "On a GPU, do not compile or capture graphs: faster start, slower steps.", "", False),
 ]
+_BatchInvariant = Annotated[
+    bool,
+    _engine(
+        "--batch-invariant/--no-batch-invariant",
+        "Equal bits for a request whatever else runs, however its prompt is cut, and from any tier; slower.",
+        "",
+        False,
+    ),
+]
 _Speculative = Annotated[
     str | None,
     _engine(
@@ -368,6 +377,7 @@ def engine_config(
     separate_tail_chunk: _SeparateTailChunk = _ENGINE.separate_tail_chunk,
     target_gap_ms: _TargetGap = _ENGINE.target_gap_ms,
     eager: _Eager = _ENGINE.eager,
+    batch_invariant: _BatchInvariant = _ENGINE.batch_invariant,
     speculative: _Speculative = None,
     draft_head: _DraftHead = None,
     draft_model: _DraftModel = None,
@@ -409,6 +419,7 @@ def engine_config(
         separate_tail_chunk=separate_tail_chunk,
         target_gap_ms=target_gap_ms,
         eager=eager,
+        batch_invariant=batch_invariant,
         salt=salt,
         self_check=self_check,
         lora_modules=tuple(lora_modules or ()),

@@ -38,6 +38,7 @@ from sidestream.models.config_checks import (
 from sidestream.models.directory import check_config, local_directory, name_of
 from sidestream.models.divided import Division
 from sidestream.models.fp8 import Kept, kept_eight_bits
+from sidestream.models.invariant import arithmetic, check_invariant, use_invariant_linears
 from sidestream.models.packed import KeptPacked, gguf_of, kept_packed, packing
 from sidestream.models.precision import Precision, choose_precision
 from sidestream.models.recurrent import unbind_time_steps
@@ -84,6 +85,8 @@ def load_model(
     device: torch.device = _CPU,
     max_model_len: int | None = None,
     repack: bool | None = None,
+    batch_invariant: bool = False,
+    compute_threads: int | None = None,
     group: Group | None = None,
 ) -> PagedModel:
     """Load, check and fingerprint a model in transformers' format. A hub id is downloaded first; a directory needs no
@@ -96,6 +99,8 @@ def load_model(
     max_model_len   tokens of the longest request; None: the model's limit. With LongRoPE and dynamic scaling, this
                     number selects the frequencies, and so affects the KV and the fingerprint
     repack          keep repacked copies of packed weights: see `EngineConfig.repack`
+    batch_invariant  see `EngineConfig.batch_invariant`. The fingerprint then depends on `compute_threads` and all else
+                    that is known to change bits, so that no such KV is found by others
     group           the ranks of tensor parallelism, which call this together; the result has this rank's share of the
                     weights and KV heads, and its forward must be called by all ranks together. None: one rank
 
@@ -131,6 +136,8 @@ def load_model(
         variant = _fix_ropes(module, text, max_model_len)
         if unbind_time_steps(module):
             variant += "unbound time steps"
+        if batch_invariant:
+            variant += arithmetic(device, compute_threads)  # rule: keys-tell-invariant-kv
         # Computed on the host, so that the fingerprint is the same on every device.
         fingerprint = fingerprint_of(module, variant=variant)
         if on_gpu(device):
@@ -148,10 +155,15 @@ def load_model(
             num_heads=num_heads,
             divided=divided,
         )
+        if batch_invariant:
+            check_invariant(model, quantised=kept is not None)
+            if on_gpu(device):
+                use_invariant_linears(module)
         expected = reference(model)
         model.layout = replace(model.layout, windows=expected.windows)
         pack_linears(module)
         check_paged(model, expected)
+        model.in_blocks = batch_invariant and on_host(device)
         if kv_cache_dtype != "auto":
             _keep_kv_in(kv_cache_dtype, model, expected)
     return model

@@ -1,0 +1,124 @@
+"""Forward passes in which the bits of a token depend on its own sequence alone (docs/decisions/0074).
+
+On a CPU, a module computes `ROWS` tokens at a time, so that every operation of torch has the same shapes in every pass.
+On a GPU, its Linears multiply by a kernel that adds in the same order for every number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from sidestream.attention.interface import Attended
+from sidestream.errors import ModelError
+from sidestream_kv.device.kinds import on_host
+
+if TYPE_CHECKING:
+    from sidestream.models.adapter import PagedModel
+
+ROWS = 16
+"""Tokens that a CPU computes at a time. One token takes 1.5 to 2.2 times as long as alone, and prompts take twice as
+long (docs/decisions/0074): fewer rows would be better for the first and worse for the second.
+"""
+_ALIGNED = 4  # on a GPU, torch's softmax adds in another order where rows begin at other multiples of 16 bytes
+
+
+class Divisible(Attended, Protocol):
+    """A batch that can be cut into parts."""
+
+    def part(self, begin: int, stop: int) -> Attended:
+        """See `PagedBatch.part`."""
+        ...
+
+
+def forward_in_blocks(
+    forward: Callable[[Tensor, Tensor, Attended, Tensor], Tensor],
+    tokens: Tensor,
+    positions: Tensor,
+    batch: Attended,
+    logit_rows: Tensor,
+) -> Tensor:
+    """The logits `[R, vocab_size]` of `PagedModel.forward`, from calls of `forward` with `ROWS` tokens, the last one
+    padded. A call returns logits of all its tokens, or none. On a CPU.
+    """
+    everywhere, blocks = torch.arange(ROWS), list[Tensor]()
+    for begin in range(0, len(tokens), ROWS):
+        stop = min(begin + ROWS, len(tokens))
+        wanted = logit_rows[(logit_rows >= begin) & (logit_rows < stop)]
+        part, indices = cast(Divisible, batch).part(begin, stop), everywhere if len(wanted) else wanted
+        missing = ROWS - (stop - begin)
+        ids, at = (nn.functional.pad(states[begin:stop], (0, missing)) for states in (tokens, positions))
+        blocks.append(forward(ids, at, part, indices)[wanted - begin])
+    order = (logit_rows // ROWS).argsort(stable=True)
+    logits = torch.cat(blocks)
+    return torch.empty_like(logits).index_copy_(0, order, logits)
+
+
+def arithmetic(device: torch.device, compute_threads: int | None) -> str:
+    """What the bits of KV depend on besides the model, as a text."""
+    if on_host(device):
+        threads = compute_threads or torch.get_num_threads()
+        machine = f"{torch.backends.cpu.get_cpu_capability()} with {threads} threads, {ROWS} rows"
+    else:
+        machine = torch.cuda.get_device_name(device)
+    return f"batch invariant: {machine}, torch {torch.__version__}"
+
+
+def check_invariant(model: PagedModel, *, quantised: bool) -> None:
+    """Raise ModelError unless all that the model computes is known to be the same in every batch."""
+    if (reason := _reason(model, quantised=quantised)) is not None:
+        raise ModelError(
+            f"batch_invariant is on, but {reason}, for which equal bits in every batch are not supported: "
+            "leave batch_invariant out"
+        )
+
+
+def _reason(model: PagedModel, *, quantised: bool) -> str | None:
+    if model.state_layout is not None:
+        return "its layers keep recurrent states"
+    if model.layout.latent_dim:
+        return "its attention keeps latents"
+    if model.places:
+        return "its layers differ in their heads"
+    if model.traced is not None:
+        return "its attention is code of its own"
+    if quantised:
+        return "its weights stay quantised"
+    if not on_host(model.module.device) and model.vocab_size % _ALIGNED:
+        return f"its vocabulary of {model.vocab_size} tokens is no multiple of {_ALIGNED}"
+    for name, part in model.module.named_modules():
+        matrices = any(weight.dim() > 1 for weight in part.parameters(recurse=False))
+        if matrices and type(part) is not nn.Linear and not isinstance(part, nn.Embedding):
+            return f"its {name} is a {type(part).__name__}, not a Linear"
+    return None
+
+
+class InvariantLinear(nn.Linear):
+    """A Linear on a GPU whose result for a row has the same bits for every number of rows."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`[..., in_features]` to `[..., out_features]`."""
+        return invariant_linear(input, self.weight, self.bias)
+
+
+def use_invariant_linears(module: Any) -> None:
+    """Turn all plain Linears of a module into InvariantLinears, in place."""
+    for part in module.modules():
+        if type(part) is nn.Linear:
+            part.__class__ = InvariantLinear
+
+
+@torch.library.custom_op("sidestream::invariant_linear", mutates_args=())
+def invariant_linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """As `torch.nn.functional.linear`; see `sidestream.ops.products.multiply`. All products of the mode on a GPU."""
+    from sidestream.ops.products import multiply
+
+    return multiply(states.reshape(-1, states.shape[-1]), weight, bias).view(*states.shape[:-1], len(weight))
+
+
+@invariant_linear.register_fake
+def _(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return states.new_empty(*states.shape[:-1], weight.shape[0])
