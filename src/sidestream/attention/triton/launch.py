@@ -116,6 +116,9 @@ def paged_attention(
     out = torch.empty(tokens, heads, head_dim, dtype=query.dtype, device=query.device)
     query = rotate_and_write(query, key, value, rotary, layer, batch, out=out)
 
+    if batch.invariant:
+        _attend_invariant(query, pool, out, batch, tiles.short, scale, sliding_window, softcap, sinks, slopes)
+        return out
     cap_scale, exponent = _factors(scale, softcap)
     plain = sliding_window is None and softcap is None and slopes is None
     contiguous = batch.contiguous if tokens >= LONG_TOKENS and plain else None
@@ -154,6 +157,49 @@ def paged_attention(
             attend(tile, (kv_heads, programs), part, workspace, wide_tokens)
         _combine(out, sinks, batch, workspace, sliding_window)
     return out
+
+
+def _attend_invariant(
+    query: torch.Tensor,
+    pool: torch.Tensor,
+    out: torch.Tensor,
+    batch: BatchLocation,
+    tile: Tile,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+) -> None:
+    """Compute attention of all rows in one order of sums: see `invariant_kernels`."""
+    if batch.workspace is None or pool.shape[1] == 1:
+        raise InvariantError("attention with equal bits in every batch needs a workspace, and keys and values")
+    from sidestream.attention.triton import invariant_kernels as kernels
+
+    (tokens, heads, head_dim), kv_heads, workspace = out.shape, pool.shape[3], batch.workspace
+    group = heads // kv_heads
+    lines, padded_dim, max_splits = _lines(tile, group), _power_of_two(head_dim), workspace.max_scores.shape[1]
+    row_tiles = tokens // (lines // group) + len(batch.kv_lens)
+    splits = -(-batch.block_tables.shape[1] * pool.shape[2] // workspace.tokens)
+    shares = min(splits, -(-_PROGRAMS // (kv_heads * row_tiles))) if batch.split_rows else 1
+    parts = (workspace.value_sums, workspace.max_scores, workspace.weight_sums)
+    options = {"WINDOW": _window_kind(sliding_window), "SINKS": sinks is not None, "SPLIT_TOKENS": workspace.tokens}
+    overlap = _overlap(out.device).launch_options
+    kernels.attend_in_splits[kv_heads, row_tiles, shares](
+        query, pool, out, out if sinks is None else sinks, out if slopes is None else slopes, *parts,
+        batch.block_tables, batch.cu_seqlens_q, batch.kv_lens, len(batch.kv_lens), batch.split_rows, max_splits,
+        sliding_window or 0, *_factors(scale, softcap), batch.block_tables.stride(0), *query.stride()[:2],
+        *pool.stride()[:4],
+        CAPPED=softcap is not None, ALIBI=slopes is not None, KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim,
+        PADDED_DIM=padded_dim, BLOCK_TOKENS=pool.shape[2], BLOCK_M=lines, BLOCK_N=tile.keys,
+        num_warps=_warps(tile, group) * (2 if padded_dim > 128 else 1), num_stages=tile.stages, **options, **overlap,
+    )  # fmt: skip
+    if batch.split_rows:
+        kernels.merge[min(tokens, batch.split_rows * batch.split_queries), heads](
+            *parts, out, out if sinks is None else sinks, batch.cu_seqlens_q, batch.kv_lens, batch.split_rows,
+            max_splits, sliding_window or 0,
+            HEADS=heads, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, num_warps=1, **options, **overlap,
+        )  # fmt: skip
 
 
 def _parts_in_splits(
