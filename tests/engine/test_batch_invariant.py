@@ -33,7 +33,9 @@ def answers(outputs: list[RequestOutput]) -> list[Any]:
     return [(output.token_ids, output.completions[0].logprobs, output.prompt_logprobs) for output in outputs]
 
 
-def alone_and_together(model: Path, *, blocks: int, every: int = 1, **options: Any) -> tuple[list[Any], list[Any], list[Any]]:
+def alone_and_together(
+    model: Path, *, blocks: int, every: int = 1, **options: Any
+) -> tuple[list[Any], list[Any], list[Any]]:
     """The answers of each request alone in whole chunks; of all at once, cut, preempted and drafted; and of all from
     host memory.
     """

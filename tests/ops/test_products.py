@@ -1,4 +1,4 @@
-"""Matrix products in which the number of rows changes no bit. On a GPU if there is one, else in Triton's interpreter."""
+"""Products in which the number of rows changes no bit. On a GPU if there is one, else in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def compile_layers(
 
 def decompile(model: PagedModel | MtpHead) -> None:
     """Run the layers uncompiled again. Joined projections keep their shared memory, but are computed one by one."""
-    _as_written((*decoder_layers(model), *_around(model)))
+    _as_written(compiled_parts(model))
     vars(model).pop("joined", None)
     _module(model).config._attn_implementation = adapter.PAGED
 
@@ -187,6 +187,11 @@ def _kinds(model: PagedModel | MtpHead) -> Mapping[tuple[str, tuple[type, ...]],
     for name, part in (*named, *((type(part).__name__, part) for part in _around(model))):
         kinds.setdefault((name, tuple(map(type, part.modules()))), []).append(part)
     return kinds
+
+
+def compiled_parts(model: PagedModel | MtpHead) -> Sequence[nn.Module]:
+    """All modules that `compile_layers` compiles."""
+    return (*decoder_layers(model), *_around(model))
 
 
 def decoder_layers(model: PagedModel | MtpHead) -> Sequence[nn.Module]:

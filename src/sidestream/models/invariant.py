@@ -67,13 +67,19 @@ def arithmetic(device: torch.device, compute_threads: int | None) -> str:
     return f"batch invariant: {machine}, torch {torch.__version__}"
 
 
-def check_invariant(model: PagedModel, *, quantised: bool) -> None:
-    """Raise ModelError unless all that the model computes is known to be the same in every batch."""
+def make_invariant(model: PagedModel, *, quantised: bool = False) -> None:
+    """Let a new model compute the same bits in every batch. `quantised`: it has weights that stay quantised. Raises
+    ModelError unless all that it computes is known to be invariant then.
+    """
     if (reason := _reason(model, quantised=quantised)) is not None:
         raise ModelError(
             f"batch_invariant is on, but {reason}, for which equal bits in every batch are not supported: "
             "leave batch_invariant out"
         )
+    if on_host(model.module.device):
+        model.in_blocks = True
+    else:
+        use_invariant_linears(model.module)
 
 
 def _reason(model: PagedModel, *, quantised: bool) -> str | None:
@@ -89,19 +95,27 @@ def _reason(model: PagedModel, *, quantised: bool) -> str | None:
         return "its weights stay quantised"
     if not on_host(model.module.device) and model.vocab_size % _ALIGNED:
         return f"its vocabulary of {model.vocab_size} tokens is no multiple of {_ALIGNED}"
+    from sidestream.models.compiled import compiled_parts
+
+    compiled = {part for parts in compiled_parts(model) for part in parts.modules()}
     for name, part in model.module.named_modules():
-        matrices = any(weight.dim() > 1 for weight in part.parameters(recurse=False))
-        if matrices and type(part) is not nn.Linear and not isinstance(part, nn.Embedding):
+        weights = [*part.parameters(recurse=False)]
+        if not weights or type(part) is nn.Linear or isinstance(part, nn.Embedding):
+            continue
+        if any(weight.dim() > 1 for weight in weights):
             return f"its {name} is a {type(part).__name__}, not a Linear"
+        if not on_host(model.module.device) and part not in compiled:
+            return f"its {name}, a {type(part).__name__}, is not compiled with its layers"
     return None
 
 
 class InvariantLinear(nn.Linear):
     """A Linear on a GPU whose result for a row has the same bits for every number of rows."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, states: Tensor) -> Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
-        return invariant_linear(input, self.weight, self.bias)
+        product: Tensor = invariant_linear(states, self.weight, self.bias)
+        return product
 
 
 def use_invariant_linears(module: Any) -> None:
@@ -116,7 +130,8 @@ def invariant_linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
     """As `torch.nn.functional.linear`; see `sidestream.ops.products.multiply`. All products of the mode on a GPU."""
     from sidestream.ops.products import multiply
 
-    return multiply(states.reshape(-1, states.shape[-1]), weight, bias).view(*states.shape[:-1], len(weight))
+    product: Tensor = multiply(states.reshape(-1, states.shape[-1]), weight, bias)
+    return product.view(*states.shape[:-1], len(weight))
 
 
 @invariant_linear.register_fake

@@ -38,7 +38,7 @@ from sidestream.models.config_checks import (
 from sidestream.models.directory import check_config, local_directory, name_of
 from sidestream.models.divided import Division
 from sidestream.models.fp8 import Kept, kept_eight_bits
-from sidestream.models.invariant import arithmetic, check_invariant, use_invariant_linears
+from sidestream.models.invariant import arithmetic, make_invariant
 from sidestream.models.packed import KeptPacked, gguf_of, kept_packed, packing
 from sidestream.models.precision import Precision, choose_precision
 from sidestream.models.recurrent import unbind_time_steps
@@ -156,14 +156,11 @@ def load_model(
             divided=divided,
         )
         if batch_invariant:
-            check_invariant(model, quantised=kept is not None)
-            if on_gpu(device):
-                use_invariant_linears(module)
+            make_invariant(model, quantised=kept is not None)
         expected = reference(model)
         model.layout = replace(model.layout, windows=expected.windows)
         pack_linears(module)
         check_paged(model, expected)
-        model.in_blocks = batch_invariant and on_host(device)
         if kv_cache_dtype != "auto":
             _keep_kv_in(kv_cache_dtype, model, expected)
     return model

@@ -41,8 +41,9 @@ class TritonAttention:
         splits = SplitKVWorkspace.token_bytes(
             spec.query_tokens, heads=spec.heads, head_dim=spec.value_dim, tokens=_split_tokens(spec)
         )
-        contiguous = 0 if spec.latent_dim or spec.batch_invariant else 2 * spec.kv_heads * spec.head_dim * spec.dtype.itemsize
-        return splits + contiguous
+        if spec.latent_dim or spec.batch_invariant:
+            return splits
+        return splits + 2 * spec.kv_heads * spec.head_dim * spec.dtype.itemsize
 
     @classmethod
     def create(cls, spec: AttentionSpec, *, kv_tokens: int, chunk_tokens: int) -> TritonAttention:

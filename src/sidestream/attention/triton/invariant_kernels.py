@@ -1,10 +1,10 @@
-"""The Triton kernels of attention whose bits are the same for decode rows and for chunks (docs/decisions/0074). Launched
-by `launch` only.
+"""The Triton kernels of attention whose bits are the same for decode rows and for chunks (docs/decisions/0074).
+Launched by `launch` only.
 
-KV of every row is reduced in splits at multiples of SPLIT_TOKENS positions, and the splits are merged one after another,
-from the first one that a query sees. Decode rows share their splits among programs, and `merge` merges them; a program
-of a chunk merges them itself. One compiled kernel computes the splits of both, and both merge by `_merged`, in which
-every multiplication and addition is written such that no compiler can fuse it in another way.
+KV of every row is reduced in splits at multiples of SPLIT_TOKENS positions, and the splits are merged one after
+another, from the first one that a query sees. Decode rows share their splits among programs, and `merge` merges them; a
+program of a chunk merges them itself. One compiled kernel computes the splits of both, and both merge by `_merged`,
+whose additions are fused with multiplications explicitly, so that no compiler can choose to fuse others.
 """
 
 import triton
@@ -97,9 +97,7 @@ def attend_in_splits(
         gdc_launch_dependents()
     kv_head, share, shares = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
     # The last tiles of a row see the most keys. They start first, so that no long tile runs alone at the end.
-    row, row_tile = _row_of_tile(
-        tl.num_programs(1) - 1 - tl.program_id(1), cu_seqlens_q, 0, num_rows, TILE_TOKENS
-    )
+    row, row_tile = _row_of_tile(tl.num_programs(1) - 1 - tl.program_id(1), cu_seqlens_q, 0, num_rows, TILE_TOKENS)
     query_start, query_len, kv_len = _lengths(cu_seqlens_q, kv_lens, row)
     begin = row_tile * TILE_TOKENS
     is_split = row < split_rows
