@@ -289,6 +289,17 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
+            name="keys-tell-invariant-kv",
+            hazard="H14",
+            consequence="an engine with batch_invariant finds blocks whose bits another one computed differently",
+        ),
+        "workloads compute exactly",
+        noticed_by="engine/test_batch_invariant.py::"
+        "test_keys_of_invariant_kv_depend_on_the_mode_and_the_number_of_threads",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
             name="weights-that-were-not-taken-end-the-engine",
             hazard="H8",
             change=Never(),

@@ -6,9 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from proof.tiny_models import tiny_model_dir
-from sidestream import LLM, ConfigError, ModelError, OffloadConfig, RequestOutput, SamplingParams, SpeculativeConfig
+from sidestream import (
+    LLM,
+    ConfigError,
+    EngineConfig,
+    ModelError,
+    OffloadConfig,
+    RequestOutput,
+    SamplingParams,
+    SpeculativeConfig,
+)
+from sidestream.attention.paged import PagedBatch
+from sidestream.models import load_model
 
 SHARED = [7 + position * 5 % 200 for position in range(48)]
 # Prompts of 3 to 118 tokens, a third of which share their first 48; many repeat, so that n-grams are drafted.
@@ -98,3 +110,62 @@ def test_without_the_mode_bits_depend_on_the_batch(llama: Path) -> None:
     alone, together, from_host = alone_and_together(llama, blocks=10, every=5)
     assert sum(a != b for a, b in zip(alone, together, strict=True)) > 5
     assert sum(a != b for a, b in zip(alone, from_host, strict=True)) > 5
+
+
+def test_keys_of_invariant_kv_depend_on_the_mode_and_the_number_of_threads(llama: Path) -> None:
+    fingerprints = [
+        load_model(str(llama), block_tokens=16, **options).fingerprint
+        for options in (
+            {},
+            {"batch_invariant": True, "compute_threads": 1},
+            {"batch_invariant": True, "compute_threads": 2},
+        )
+    ]
+    assert len(set(fingerprints)) == 3
+
+
+def test_the_first_part_of_a_batch_waits_for_the_loads_of_all_parts() -> None:
+    waited: list[int] = []
+    tables = torch.tensor([[1, 0], [2, 3]])
+    batch = PagedBatch(
+        torch.zeros(4, 1, 2, 16, 1, 8), torch.arange(21), tables, (0, 1, 21), (9, 28), 1, waited.append, one_by_one=True
+    )
+    first, second = batch.part(0, 16), batch.part(16, 21)
+    assert (first.cu_seqlens_q, first.kv_lens, first.num_decode) == ((0, 1, 16), (9, 23), 1)
+    assert (second.cu_seqlens_q, second.kv_lens, second.num_decode) == ((0, 5), (28,), 0)
+    for part in (first, second):
+        part.write(*torch.ones(2, len(part.slot_mapping), 1, 8), 0)
+    assert waited == [0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel": 2}, "tensor_parallel is 2: only 1 is supported"),
+        ({"max_loras": 1}, "the number of LoRA adapters is 1: only 0 is supported"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype is fp8: only auto"),
+        ({"offload": OffloadConfig(kv_dtype="int8")}, "offload kv_dtype is int8: only auto"),
+        ({"speculative": SpeculativeConfig("mtp")}, "the proposer is mtp: only ngram or grammar"),
+        ({"eager": True, "device": "cuda"}, "batch_invariant and eager are on"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value[:20],
+)
+def test_options_that_are_not_known_to_keep_bits_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(batch_invariant=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("qwen3_next", "its layers keep recurrent states"),
+        ("deepseek_v2", "its attention keeps latents"),
+        ("gemma4_shared", "its layers differ in their heads"),
+        ("gpt_neo", "its attention is code of its own"),
+        ("qwen3_moe", "its model.layers.0.mlp.experts is a Qwen3MoeExperts, not a Linear"),
+    ],
+)
+def test_models_that_are_not_known_to_keep_bits_are_refused(family: str, message: str, tmp_path: Path) -> None:
+    directory = tiny_model_dir(family, tmp_path, 1)
+    with pytest.raises(ModelError, match=f"batch_invariant is on, but {message}.*leave batch_invariant out"):
+        load_model(str(directory), block_tokens=16, batch_invariant=True)

@@ -457,7 +457,7 @@ def test_an_invariant_model_that_cannot_be_compiled_is_refused(tmp_path: Path) -
     """Its norms would add in an order that depends on the number of rows."""
     model = loaded(tmp_path)
     compile_layers(model, backend=failing(RuntimeError(NO_KERNEL), lambda graph: True), required=True)
-    with pytest.raises(ModelError, match="no such kernel.*leave batch_invariant out"):
+    with pytest.raises(ModelError, match=r"no such kernel.*leave batch_invariant out"):
         logits(model)
 
 
