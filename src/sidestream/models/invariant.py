@@ -95,18 +95,22 @@ def _reason(model: PagedModel, *, quantised: bool) -> str | None:
         return "its weights stay quantised"
     if not on_host(model.module.device) and model.vocab_size % _ALIGNED:
         return f"its vocabulary of {model.vocab_size} tokens is no multiple of {_ALIGNED}"
-    from sidestream.models.compiled import compiled_parts
-
-    compiled = {part for parts in compiled_parts(model) for part in parts.modules()}
+    compiled = None if on_host(model.module.device) else _compiled_modules(model)
     for name, part in model.module.named_modules():
         weights = [*part.parameters(recurse=False)]
         if not weights or type(part) is nn.Linear or isinstance(part, nn.Embedding):
             continue
         if any(weight.dim() > 1 for weight in weights):
             return f"its {name} is a {type(part).__name__}, not a Linear"
-        if not on_host(model.module.device) and part not in compiled:
+        if compiled is not None and part not in compiled:
             return f"its {name}, a {type(part).__name__}, is not compiled with its layers"
     return None
+
+
+def _compiled_modules(model: PagedModel) -> set[nn.Module]:
+    from sidestream.models.compiled import compiled_parts  # its import takes a second
+
+    return {part for parts in compiled_parts(model) for part in parts.modules()}
 
 
 class InvariantLinear(nn.Linear):
