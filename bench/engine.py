@@ -33,7 +33,7 @@ from sidestream.config import EngineConfig, SpeculativeConfig
 from sidestream.engine import Engine, build_engine
 from sidestream.errors import ConfigError, SidestreamError
 from sidestream.models.adapter import PagedModel
-from sidestream.models.invariant import make_invariant
+from sidestream.models.invariant_checks import make_invariant
 from sidestream.processes.garbage import freeze_gc_heap
 from sidestream.ranks.leader import local_device, local_executor
 from sidestream_kv.config import OffloadConfig, unknown_name

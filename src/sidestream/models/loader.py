@@ -38,7 +38,7 @@ from sidestream.models.config_checks import (
 from sidestream.models.directory import check_config, local_directory, name_of
 from sidestream.models.divided import Division
 from sidestream.models.fp8 import Kept, kept_eight_bits
-from sidestream.models.invariant import arithmetic, make_invariant
+from sidestream.models.invariant_checks import arithmetic, make_invariant
 from sidestream.models.packed import KeptPacked, gguf_of, kept_packed, packing
 from sidestream.models.precision import Precision, choose_precision
 from sidestream.models.recurrent import unbind_time_steps
