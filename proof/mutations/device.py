@@ -151,6 +151,7 @@ EXEMPT = (
     Exempt("HostStream._start", ("wait",), _SETTINGS),
     Exempt("TurnTaker._sleep", ("wait",), "without it, the thread looks again at once: slower, but no turn is lost"),
     Exempt("_Meeting._wait", ("wait",), "without it, the loop looks again at once"),
+    Exempt("PagedBatch.part", ("replace",), _COPY),
     Exempt("PagedBatch.with_kv_shape", ("replace",), _COPY),
     Exempt("BatchLocation.with_kv_shape", ("replace",), _COPY),
     Exempt("warm_up", ("replace", "replace"), _COPY),

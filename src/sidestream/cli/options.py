@@ -429,16 +429,10 @@ def engine_config(
         speculative=_speculative_config(speculative, max_drafts, max_draft_slowdown, draft_head, draft_model),
         generation_config=generation_config,
         offload=_offload_config(
-            offload_host,
-            offload_disk,
-            offload_disk_capacity,
-            offload_tiers,
-            load_deadline,
-            offload_write_policy,
-            offload_shared_memory,
-            offload_kv_dtype,
+            offload_host, offload_disk, offload_disk_capacity, offload_tiers, load_deadline, offload_write_policy,
+            offload_shared_memory, offload_kv_dtype,
         ),
-    )
+    )  # fmt: skip
 
 
 def _speculative_config(

@@ -242,7 +242,7 @@ class _MergeProducts(CustomGraphPass):
         )
         pure = {op.default for op in (*products, *views, *rounding, torch.ops.prims.convert_element_type)}
         pure |= {aten.div.Tensor, aten.mul.Tensor, torch.ops.sidestream.add_adapters.default}
-        pure.add(torch.ops.sidestream.invariant_linear.default)
+        pure |= {torch.ops.sidestream.invariant_linear.default}
         for node in graph.find_nodes(op="call_function", target=aten.topk.default):
             _replace_topk(node)
         first: dict[tuple[Any, ...], torch.fx.Node] = {}

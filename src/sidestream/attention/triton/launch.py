@@ -96,11 +96,11 @@ def paged_attention(
     positive. Enqueues two to eight kernels on the current stream and reads nothing back, so a CUDA graph may capture
     the call. Sums are float32; float32 inputs are multiplied in float32, never in TF32.
 
-    The exact bits of a query token's result depend on: the query, its position, its row's KV, the options and tiles,
-    whether FlashAttention-3 computes its row (if installed: by T and the KV of earlier rows), and whether its row is
-    reduced in splits (if so, also on the tokens per split and on whether the row counts as short). They do not depend
+    The exact bits of a query token's result depend on: the query, its position, its row's KV, the options, the tiles and
+    tokens per split, and unless the batch is `invariant`, whether FlashAttention-3 computes its row (by T and the KV of
+    earlier rows), whether its row is reduced in splits, and whether it then counts as short. They do not depend
     otherwise on the row's other queries, on other rows, on the order of rows, B, T, the width of the block tables, the
-    location of blocks, or on eager or captured launch. So the same row's results differ by rounding.
+    location of blocks, or on eager or captured launch.
 
     If the pool holds latents: query [T, heads, latent_dim + rotated_dim] · key, the latents [T, 1, latent_dim] · value,
     the rotated keys [T, 1, rotated_dim]; returns sums of latents, `[T, heads, latent_dim]`.
@@ -111,14 +111,12 @@ def paged_attention(
     _check(query, key, value, pool, batch, scale)
     tokens, heads, _ = query.shape
     (kv_heads, group, head_dim, rotated_dim), pool_strides = _head_layout(query, key, value, pool)
-    rows = len(batch.kv_lens)
+    whole = range(batch.rows_in_splits, len(batch.kv_lens))
     tiles = batch.tiles or Tiles.default(head_dim, query.dtype)
     out = torch.empty(tokens, heads, head_dim, dtype=query.dtype, device=query.device)
     query = rotate_and_write(query, key, value, rotary, layer, batch, out=out)
-
     if batch.invariant:
-        _attend_invariant(query, pool, out, batch, tiles.short, scale, sliding_window, softcap, sinks, slopes)
-        return out
+        return _attend_invariant(query, pool, out, batch, tiles.short, scale, sliding_window, softcap, sinks, slopes)
     cap_scale, exponent = _factors(scale, softcap)
     plain = sliding_window is None and softcap is None and slopes is None
     contiguous = batch.contiguous if tokens >= LONG_TOKENS and plain else None
@@ -146,8 +144,7 @@ def paged_attention(
             num_stages=tile.stages, **_overlap(query.device).launch_options,
         )  # fmt: skip
 
-    if batch.rows_in_splits < rows:
-        whole = range(batch.rows_in_splits, rows)
+    if whole:
         if contiguous is not None:
             done = _attend_contiguous(query, out, pool, sinks, whole, batch, contiguous, scale)
         attend(tiles.whole, (kv_heads, tokens // (_lines(tiles.whole, group) // group) + len(whole)), whole, None, 0)
@@ -170,8 +167,8 @@ def _attend_invariant(
     softcap: float | None,
     sinks: torch.Tensor | None,
     slopes: torch.Tensor | None,
-) -> None:
-    """Compute attention of all rows in one order of sums: see `invariant_kernels`."""
+) -> torch.Tensor:
+    """Compute attention of all rows in one order of sums: see `invariant_kernels`. Returns `out`."""
     if batch.workspace is None or pool.shape[1] == 1:
         raise InvariantError("attention with equal bits in every batch needs a workspace, and keys and values")
     from sidestream.attention.triton import invariant_kernels as kernels
@@ -200,6 +197,7 @@ def _attend_invariant(
             max_splits, sliding_window or 0,
             HEADS=heads, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, num_warps=1, **options, **overlap,
         )  # fmt: skip
+    return out
 
 
 def _parts_in_splits(
