@@ -158,7 +158,7 @@ EXEMPT = (
     Exempt("attach_draft", ("replace",), _COPY),
     Exempt("attach_head", ("replace",), _COPY),
     Exempt("_parts_of_rank", ("replace", "replace"), _COPY),
-    Exempt("load_model", ("replace",), _COPY),
+    Exempt("_check", ("replace",), _COPY),
     Exempt("_in_cache_dtype", ("replace",), _COPY),
     Exempt("cache_parts", ("replace",), _COPY),
     Exempt("load_model", ("fingerprint=",), "the constructor requires it, and keys of all models contain it"),

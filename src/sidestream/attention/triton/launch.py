@@ -96,9 +96,9 @@ def paged_attention(
     positive. Enqueues two to eight kernels on the current stream and reads nothing back, so a CUDA graph may capture
     the call. Sums are float32; float32 inputs are multiplied in float32, never in TF32.
 
-    The exact bits of a query token's result depend on: the query, its position, its row's KV, the options, the tiles and
-    tokens per split, and unless the batch is `invariant`, whether FlashAttention-3 computes its row (by T and the KV of
-    earlier rows), whether its row is reduced in splits, and whether it then counts as short. They do not depend
+    The exact bits of a query token's result depend on: the query, its position, its row's KV, the options, the tiles,
+    the tokens per split, and unless the batch is `invariant`, whether FlashAttention-3 computes its row (by T and the
+    KV of earlier rows), whether its row is reduced in splits, and whether it then counts as short. They do not depend
     otherwise on the row's other queries, on other rows, on the order of rows, B, T, the width of the block tables, the
     location of blocks, or on eager or captured launch.
 
