@@ -62,7 +62,7 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 LINES = {
     "sidestream_kv": 18_300,
     "sidestream_order": 6_050,
-    "sidestream": 52_660,
+    "sidestream": 52_670,
     "proof": 24_010,
     "bench": 11_245,
     "tests": 71_720,

@@ -213,7 +213,7 @@ def test_values_wider_than_keys_are_never_expanded() -> None:
 
 
 def test_too_large_latents_are_refused_by_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_MAX_LATENT_DIM", 16)
+    monkeypatch.setattr(launch, "_MAX_HEAD_DIM", 16)
     rows = latent_rows([(1, 1)], 2)
     options: dict[str, Any] = {"scale": 1.0, "latent": heads_of(2)}
     batch = make_batch(latent_pool(rows), rows, Shape(2, 1, SMALL.width), Launch())

@@ -47,7 +47,7 @@ def no_host_wait() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256, 512])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_real_sizes_equal_the_formula(dtype: torch.dtype, head_dim: int) -> None:
     for block_tokens, options in ((16, Options()), (128, Options(sliding_window=700)), (32, Options(softcap=20.0))):
@@ -73,7 +73,7 @@ def test_random_batches_with_default_tiles_equal_the_formula(seed: int) -> None:
     shape = Shape(
         group * kv_heads,
         kv_heads,
-        draws.choice((64, 80, 96, 128, 256)),
+        draws.choice((64, 80, 96, 128, 256, 512)),
         draws.choice((16, 32, 64, 128)),
         draws.choice(DTYPES),
     )
@@ -183,7 +183,7 @@ def test_a_captured_graph_serves_every_smaller_batch_with_the_same_bits(queries:
         assert not out[count * queries :].any()
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256, 512])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_captured_rotation_and_write_equal_separate_operations(
     dtype: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch

@@ -113,7 +113,6 @@ for dtype, tiles in ((BF16, products._HALF), (FLOAT, products._FLOAT)):
             PRECISION="ieee",
         )  # fmt: skip
 
-heads = {"KV_HEADS": 8, "HEAD_DIM": 128}
 for pool, kv_heads, size, value_size, width in (
     (BF16, 8, 128, 128, 1024),
     (FP8, 8, 128, 128, 1024),
@@ -130,14 +129,17 @@ for pool, size, normed in ((BF16, 128, True), (BF16, 80, False), (FP8, 128, True
         warps=2, NORMED=normed, KV_HEADS=8, GROUP=4, HALF=size // 2, PADDED_HALF=64, BLOCK_TOKENS=16, LINES=16,
         OVERLAP=True,
     )  # fmt: skip
-for pool, (split, wide, lines, keys, warps) in itertools.product(
-    (BF16, FP8), ((0, 0, 128, 64, 8), (256, 256, 16, 32, 2), (256, 512, 64, 32, 4))
+for pool, size, (split, wide, lines, keys, warps, stages) in (
+    *itertools.product(
+        (BF16, FP8), (128,), ((0, 0, 128, 64, 8, 3), (256, 256, 16, 32, 2, 3), (256, 512, 64, 32, 4, 3))
+    ),
+    *itertools.product((BF16,), (512,), ((0, 0, 32, 32, 8, 2), (256, 256, 16, 32, 8, 2))),
 ):
     compiled(
         attention.attend, BF16, pool, BF16, BF16, *[FLOAT] * 4, INT, LONG, LONG, INT, *["i32"] * 5, "fp32", "fp32",
-        *["i32"] * 7, warps=warps, overlap=True, SPLIT_TOKENS=split, NARROW_SPLITS=16, WIDE_TOKENS=wide, WINDOW=True,
-        CAPPED=True, SINKS=True, ALIBI=lines > 16, GROUP=4, PADDED_DIM=128, ROTATED_DIM=0, PADDED_ROTATED=16,
-        BLOCK_TOKENS=16, BLOCK_M=lines, BLOCK_N=keys, OVERLAP=True, **heads,
+        *["i32"] * 7, warps=warps, stages=stages, overlap=True, SPLIT_TOKENS=split, NARROW_SPLITS=16, WIDE_TOKENS=wide,
+        WINDOW=True, CAPPED=True, SINKS=True, ALIBI=lines > 16, KV_HEADS=8, GROUP=4, HEAD_DIM=size, PADDED_DIM=size,
+        ROTATED_DIM=0, PADDED_ROTATED=16, BLOCK_TOKENS=16, BLOCK_M=lines, BLOCK_N=keys, OVERLAP=True,
     )  # fmt: skip
 # GLM-4.7-Flash's 20 heads, and 64 of DeepSeek-V3's 128.
 for split, wide, groups, group, lines, keys in (
@@ -193,7 +195,8 @@ compiled(
     GROUP=4,
     BLOCK_M=64,
     BLOCK_N=64,
-    **heads,
+    KV_HEADS=8,
+    HEAD_DIM=128,
 )
 
 compiled(

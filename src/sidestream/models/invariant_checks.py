@@ -10,6 +10,7 @@ from sidestream.models.adapter import PagedModel
 from sidestream.models.invariant import ROWS, use_invariant_linears
 from sidestream_kv.device.kinds import on_host
 
+_MOST_HEAD_DIM = 256  # on a GPU, two sums of larger heads do not fit the registers of a program
 _ALIGNED = 4  # on a GPU, torch's softmax adds in another order where rows begin at other multiples of 16 bytes
 
 
@@ -52,6 +53,8 @@ def _reason(model: PagedModel, *, quantised: bool) -> str | None:
     if not on_host(model.module.device) and model.vocab_size % _ALIGNED:
         return f"its vocabulary of {model.vocab_size} tokens is no multiple of {_ALIGNED}"
     compiled = None if on_host(model.module.device) else _compiled_modules(model)
+    if compiled is not None and model.layout.head_dim > _MOST_HEAD_DIM:
+        return f"its heads have {model.layout.head_dim} elements, more than {_MOST_HEAD_DIM}"
     for name, part in model.module.named_modules():
         weights = [*part.parameters(recurse=False)]
         if not weights or type(part) is nn.Linear or isinstance(part, nn.Embedding):

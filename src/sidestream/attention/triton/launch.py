@@ -33,7 +33,7 @@ from sidestream_kv.kv.layout import AttentionChunk
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _FP8 = torch.float8_e4m3fn
-_MAX_HEAD_DIM, _MAX_LATENT_DIM = 256, 512
+_MAX_HEAD_DIM = 512  # of a head, or of a latent
 # Query heads of one program over latents: as many as a tile has lines. The sums of more do not fit its registers.
 _LATENT_GROUP = 64
 
@@ -105,14 +105,14 @@ def paged_attention(
     If the pool holds latents: query [T, heads, latent_dim + rotated_dim] · key, the latents [T, 1, latent_dim] · value,
     the rotated keys [T, 1, rotated_dim]; returns sums of latents, `[T, heads, latent_dim]`.
 
-    Raises ConfigError without triton, for head sizes above 256 and latents above 512, InvariantError for other shapes.
+    Raises ConfigError without triton, and for heads or latents above 512 elements, InvariantError for other shapes.
     """
     pool = batch.layer(layer)
     _check(query, key, value, pool, batch, scale)
     tokens, heads, _ = query.shape
     (kv_heads, group, head_dim, rotated_dim), pool_strides = _head_layout(query, key, value, pool)
     whole = range(batch.rows_in_splits, len(batch.kv_lens))
-    tiles = batch.tiles or Tiles.default(head_dim, query.dtype)
+    tiles = batch.tiles or Tiles.default(head_dim, query.dtype, latent=rotated_dim > 0)
     out = torch.empty(tokens, heads, head_dim, dtype=query.dtype, device=query.device)
     query = rotate_and_write(query, key, value, rotary, layer, batch, out=out)
     if batch.invariant:
@@ -421,9 +421,9 @@ def _check(
 ) -> None:
     tokens, heads, head_dim = query.shape
     vectors, kv_heads = pool.shape[1], pool.shape[3]
-    size, most = (head_dim, _MAX_HEAD_DIM) if vectors == 2 else (key.shape[2], _MAX_LATENT_DIM)
-    if size > most:
-        raise ConfigError(f"head_dim is {size}: these kernels take up to {most}")
+    size = head_dim if vectors == 2 else key.shape[2]
+    if size > _MAX_HEAD_DIM:
+        raise ConfigError(f"head_dim is {size}: these kernels take up to {_MAX_HEAD_DIM}")
     if vectors == 2:
         fits = key.shape == value.shape == (tokens, kv_heads, head_dim)
     else:

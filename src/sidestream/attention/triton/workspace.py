@@ -61,13 +61,18 @@ class Tiles:
     short: Tile
 
     @classmethod
-    def default(cls, head_dim: int, dtype: torch.dtype) -> Tiles:
-        """Tiles for an H100's shared memory and registers; small tiles for float32, which does not use tensor cores."""
+    def default(cls, head_dim: int, dtype: torch.dtype, *, latent: bool = False) -> Tiles:
+        """Tiles for an H100's shared memory and registers; small tiles for float32, which does not use tensor cores.
+
+        latent   a token has one vector of `head_dim` elements, for keys and values
+        """
         if dtype == torch.float32:
             side, warps = (32, 4) if head_dim <= 64 else (32, 8) if head_dim <= 128 else (16, 8)
             return cls(Tile(side, side, warps, 1), Tile(16, side, warps, 1), Tile(side, side, warps, 1))
-        if head_dim > 256:  # latents
-            return cls(Tile(64, 32, 8, 2), Tile(16, 64, 4, 2), Tile(64, 32, 8, 2))
+        if head_dim > 256:
+            if latent:
+                return cls(Tile(64, 32, 8, 2), Tile(16, 64, 4, 2), Tile(64, 32, 8, 2))
+            return cls(Tile(32, 32, 8, 2), Tile(16, 32, 8, 2), Tile(32, 32, 8, 2))
         if head_dim > 128:
             return cls(Tile(128, 64, 8, 2), Tile(16, 32, 4, 3), Tile(64, 32, 4, 2))
         return cls(Tile(128, 64, 8, 3), Tile(16, 32, 2, 3), Tile(64, 32, 4, 3))
