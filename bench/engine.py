@@ -1,10 +1,11 @@
 """Step time, prefill time and TTFT of an engine, divided by the shortest time that the hardware allows (the floor). The
-model has the shape of a well-known model and random weights. The benchmark has five parts:
+model has the shape of a well-known model and random weights. The benchmark has six parts:
 
 decode    step time divided by the time to read the weights and KV; idle time of the device between steps
 prefill   prefill time of a prompt divided by the time of its matrix products
 ttft      TTFT of prompts without cached KV, and of prompts whose KV is in host memory
 resume    ITL of decoding requests while the KV of a long request is loaded
+invariant  step time with `batch_invariant` divided by that without; only if asked for, for models that support it
 async     tokens per second of asynchronous execution divided by those of synchronous execution, where the host reads
           the tokens of each step (commits it) before it launches the next step
 """
@@ -32,6 +33,7 @@ from sidestream.config import EngineConfig, SpeculativeConfig
 from sidestream.engine import Engine, build_engine
 from sidestream.errors import ConfigError, SidestreamError
 from sidestream.models.adapter import PagedModel
+from sidestream.models.invariant_checks import make_invariant
 from sidestream.processes.garbage import freeze_gc_heap
 from sidestream.ranks.leader import local_device, local_executor
 from sidestream_kv.config import OffloadConfig, unknown_name
@@ -41,6 +43,8 @@ from sidestream_kv.device.machine import process_age_s
 from sidestream_kv.kv.layout import KVLayout
 
 PARTS = ("decode", "prefill", "ttft", "resume", "async")
+_ON_REQUEST = ("invariant",)
+_MOST_INVARIANT = 1.15
 
 _OTHERS = 31  # requests that decode while the KV of a long request is loaded
 _RESUMES = 7  # repetitions; each load starts at a random moment of a step
@@ -211,6 +215,7 @@ class ModelRig(Rig):
         speculative: SpeculativeConfig | None = None,
         windows: bool = True,
         offload: OffloadConfig | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         """`windows` False: loads copy all layers, also where a layer's sliding window does not reach. `offload` None:
         host memory alone.
@@ -219,6 +224,8 @@ class ModelRig(Rig):
         gc.collect()  # models and engines are parts of reference cycles: this frees the memory of earlier ones
         on_progress("making the model")
         self.model: PagedModel = random_model(shape, device=self.torch_device, block_tokens=sizes.block_tokens)
+        if batch_invariant:
+            make_invariant(self.model)
         if not windows:
             self.model.layout = replace(self.model.layout, windows=())
         embedding = self.model.module.get_input_embeddings().weight
@@ -246,6 +253,7 @@ class ModelRig(Rig):
                 max_model_len=sizes.max_model_len,
                 offload=offload or OffloadConfig(host=sizes.host),
                 speculative=speculative,
+                batch_invariant=batch_invariant,
             ),
             tell=starting,
         )
@@ -312,8 +320,8 @@ def measure(
     """
     parts = parts or PARTS
     for part in parts:
-        if part not in PARTS:
-            raise ConfigError(unknown_name("part", part, PARTS))
+        if part not in (*PARTS, *_ON_REQUEST):
+            raise ConfigError(unknown_name("part", part, (*PARTS, *_ON_REQUEST)))
     sizes = _FULL if device == CUDA else _TINY
     with contextlib.closing(ModelRig(device, shape, sizes, on_progress)) as rig:
         rig.ask(rig.prompt(40), 4).wait()
@@ -325,8 +333,28 @@ def measure(
         step_s = median(rig.steps(1, sizes.others_context, sizes.outputs)[0])
         ways = {"decode": decode, "prefill": _prefill, "ttft": ttft, "resume": resume, "async": _async}
         for part in parts:
-            figures += ways[part](rig, sizes, step_s, on_progress)
+            if part == "invariant":
+                figures += _invariant(rig, device, shape, sizes, on_progress)
+            else:
+                figures += ways[part](rig, sizes, step_s, on_progress)
         figures.append(Figure("host_waits_besides_commits", rig.host_waits(), "waits", at_most(0)))
+    return figures
+
+
+def _invariant(
+    rig: ModelRig, device: str, shape: str, sizes: Sizes, on_progress: Callable[[str], None]
+) -> list[Figure]:
+    """Step times of a second engine, with `batch_invariant`, divided by those of `rig`."""
+    other, figures = ModelRig(device, shape, sizes, on_progress, batch_invariant=True), list[Figure]()
+    try:
+        other.ask(other.prompt(40), 4).wait()
+        for rows, context, _ in sizes.decode:
+            on_progress(f"batch_invariant, {rows} rows")
+            default, invariant = (median(each.steps(rows, context, sizes.outputs)[0]) for each in (rig, other))
+            ratio = Figure(f"invariant_b{rows}_over_default", invariant / default, "ratio", at_most(_MOST_INVARIANT))
+            figures += [ratio, Figure(f"invariant_b{rows}_ms", 1e3 * invariant, "ms")]
+    finally:
+        other.close()
     return figures
 
 

@@ -32,10 +32,12 @@ def _interpret() -> None:
         from triton.runtime import interpreter
 
         import sidestream.attention.triton.gated_delta
+        import sidestream.attention.triton.invariant_kernels
         import sidestream.attention.triton.kernels
         import sidestream.ops.adapter_kernels
         import sidestream.ops.draft_kernels
         import sidestream.ops.expert_kernels
+        import sidestream.ops.product_kernels
         import sidestream.ops.step_kernels  # noqa: F401
         import sidestream_kv.device.cuda.kernels
         import sidestream_kv.device.cuda.peer_kernels  # noqa: F401

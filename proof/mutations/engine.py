@@ -163,6 +163,12 @@ EQUIVALENT = (
         "workloads store KV as it is",
         "engine/test_eight_bit_tiers.py::test_engines_with_and_without_8_bits_have_different_keys",
     ),
+    Fault("H14", "an engine with batch_invariant finds blocks whose bits another one computed differently")
+    .without("keys-tell-invariant-kv")
+    .unreached(
+        "workloads compute exactly",
+        "engine/test_batch_invariant.py::test_keys_of_invariant_kv_depend_on_the_mode_and_the_number_of_threads",
+    ),
     Fault("H8", "answers of half-replaced weights are served")
     .without("weights-that-were-not-taken-end-the-engine", Never())
     .unreached(

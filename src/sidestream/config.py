@@ -239,6 +239,9 @@ class EngineConfig:
     separate_tail_chunk  compute the tokens after a prompt's last block border in a separate chunk: then the output is
                     bitwise equal, whichever tier the prompt's KV comes from. None: True on a CPU without
                     `target_gap_ms`; False on a GPU, where the separate chunk costs one more pass over all weights
+    batch_invariant compute each token of a request with the same bits whatever else runs in its steps, however its
+                    prompt is cut, wherever its KV comes from, and with or without drafts; slower (docs/identity.md).
+                    Models and options for which this is not known to hold are refused
     speculative     speculative decoding; None: off
     eager           on a GPU, launch kernel by kernel instead of compiling the model's layers and capturing CUDA graphs:
                     starts sooner, runs slower
@@ -287,6 +290,7 @@ class EngineConfig:
     watchdog_timeout_s: float = 120.0
     repack: bool | None = None
     kv_cache_dtype: str = "auto"
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "float16", "bfloat16"):
@@ -339,12 +343,29 @@ class EngineConfig:
             raise ConfigError(f"watchdog_timeout_s is {timeout_s!r}: give a number of seconds above 0, such as 120")
         if self.kv_events is not None and not self.prefix_cache:
             raise ConfigError("KV events report on the prefix cache: leave prefix_cache on, or leave kv_events out")
+        if self.batch_invariant:
+            self._check_batch_invariant()
         self.sizes("cuda" if self.device == "cuda" else "cpu")
 
     @property
     def num_loras(self) -> int:
         """Number of adapters for which there is room."""
         return max(self.max_loras, len(self.lora_modules))
+
+    def _check_batch_invariant(self) -> None:
+        speculative, offload = self.speculative, self.offload
+        for option, value, allowed in (
+            ("tensor_parallel", self.tensor_parallel, (1,)),
+            ("the number of LoRA adapters", self.num_loras, (0,)),
+            ("kv_cache_dtype", self.kv_cache_dtype, ("auto",)),
+            ("offload kv_dtype", "auto" if offload is None else offload.kv_dtype, ("auto",)),
+            ("the proposer", "ngram" if speculative is None else speculative.proposer, ("ngram", GRAMMAR)),
+        ):
+            if value not in allowed:
+                raise ConfigError(
+                    f"batch_invariant is on, but {option} is {value}: only {' or '.join(map(str, allowed))} is "
+                    "supported with it; change that, or leave batch_invariant out"
+                )
 
     def check_multiples(self, block_tokens: int) -> None:
         """Raise ConfigError for a size that must be a multiple of the tokens of a block and is not."""
@@ -367,6 +388,11 @@ class EngineConfig:
             raise ConfigError(
                 f"block_tokens is {block_tokens}: attention on a GPU needs a multiple of {_GPU_BLOCK_MULTIPLE}; "
                 "give such a number, or device cpu"
+            )
+        if on_gpu and self.eager and self.batch_invariant:
+            raise ConfigError(
+                "batch_invariant and eager are on, but the norms of eager layers on a GPU add in an order that depends "
+                "on the number of rows: leave one of the two out"
             )
         running = self.max_running or _MAX_RUNNING[on_gpu]
         chunk = self.chunk_tokens or max(1, _CHUNK_TOKENS[on_gpu] // block_tokens) * block_tokens

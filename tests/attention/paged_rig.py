@@ -81,7 +81,7 @@ class Row:
 @dataclass(frozen=True)
 class Launch:
     """How a step is launched: nothing in here but which rows are in splits, and which of them short, may change a
-    result, and that within rounding.
+    result, and that within rounding; or if it is invariant, nothing.
     """
 
     split_rows: int = 0
@@ -96,6 +96,7 @@ class Launch:
     tiles: Tiles | None = field(default=TILES)
     split_tokens: int = 64
     narrow: int = 1
+    invariant: bool = False
 
 
 def make_rows(lens: Sequence[tuple[int, int]], shape: Shape, seed: int = 7) -> list[Row]:
@@ -150,7 +151,7 @@ def make_batch(
     starts += starts[-1:] * launch.padded_rows
     slot_mapping += [-1] * launch.padded_tokens
     lens = [len(row.key) for row in rows] + [0] * launch.padded_rows
-    if launch.split_rows + launch.short_rows and workspace is None:
+    if launch.split_rows + launch.short_rows + launch.invariant and workspace is None:
         workspace = SplitKVWorkspace.allocate(
             query_tokens=len(slot_mapping),
             kv_tokens=width * shape.block_tokens,
@@ -174,6 +175,7 @@ def make_batch(
         short_queries=launch.short_queries,
         workspace=workspace,
         tiles=launch.tiles,
+        invariant=launch.invariant,
     )
 
 

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from proof.tiny_models import save_head, tiny_model_dir
-from sidestream import LLM, OffloadConfig, RequestError, SamplingParams, SpeculativeConfig
+from sidestream import LLM, OffloadConfig, RequestError, RequestOutput, SamplingParams, SpeculativeConfig
 from sidestream.attention.interface import BatchRows, ungated
 from sidestream.attention.triton import DeviceBatch, SplitKVWorkspace, TritonAttention
 from sidestream.engine import rank_parts
 from sidestream.engine.parts import Parts
 from sidestream.engine.warm_up import WarmUpSteps
+from sidestream.models import loader
+from sidestream.models.invariant import InvariantLinear, use_invariant_linears
 from sidestream.models.rotary import RotatingAttention, rotate_in_attention
 from sidestream.ops import Ops, TorchOps
 from sidestream.ops.registry import select_ops
@@ -41,6 +43,10 @@ GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 PROMPTS = [[10 + position * step % 200 for position in range(length)] for step, length in ((3, 37), (7, 18), (11, 5))]
 
 
+def _modules(model: Any) -> Any:
+    return model.module.modules()
+
+
 OPS: dict[int, Ops] = {0: TorchOps()}
 """The operations of engines that are built."""
 
@@ -57,7 +63,9 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[DeviceBatch]]:
             workspace = SplitKVWorkspace.allocate(
                 query_tokens=28, kv_tokens=256, heads=parts["model"].num_heads, head_dim=layout.value_dim, device="cpu"
             )
-            super().__init__(**{**parts, "attention": TritonAttention(workspace), "ops": OPS[0]})
+            invariant = any(isinstance(part, InvariantLinear) for part in _modules(parts["model"]))
+            attention = TritonAttention(workspace, invariant=invariant)
+            super().__init__(**{**parts, "attention": attention, "ops": OPS[0]})
             self._runs_eagerly = self._work._run_eagerly
             self._work._run_eagerly = self._told  # type: ignore[method-assign]
 
@@ -196,6 +204,30 @@ def test_captured_forward_passes_give_the_same_answers_as_eager_ones(
         ] == expected  # from the device's prefix cache
         assert {GraphKey(4), GraphKey(0, 16), GraphKey(4, 16)} <= set(replayed)
         assert batches == []  # nothing ran eagerly
+
+
+@pytest.mark.parametrize("model", ["qwen3", "gemma2"], indirect=True)
+def test_an_invariant_request_has_the_same_bits_alone_and_in_any_batch(
+    model: Path, batches: list[DeviceBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: whole and cut into chunks, with and without drafts, from the device's prefix cache."""
+    monkeypatch.setattr(loader, "make_invariant", lambda model, quantised: use_invariant_linears(model.module))
+    prompts = [*PROMPTS[1:], PROMPTS[0][:34], [5, 6, 7] * 5]
+    params = dataclasses.replace(GREEDY, max_tokens=6, logprobs=2)
+
+    def answers(outputs: list[RequestOutput]) -> list[Any]:
+        return [(output.token_ids, output.completions[0].logprobs) for output in outputs]
+
+    with engine(model, batch_invariant=True, prefix_cache=False) as llm:
+        alone = answers([llm.generate([prompt], params)[0] for prompt in prompts])
+    speculative = SpeculativeConfig("ngram", 2, adaptive=False)
+    cut = {"chunk_tokens": 16, "token_budget": 20, "separate_tail_chunk": False}
+    with engine(model, batch_invariant=True, speculative=speculative, **cut) as llm:
+        assert answers(llm.generate(prompts, params)) == alone
+        assert answers(llm.generate(prompts, params)) == alone
+        assert llm.metrics.value("draft_tokens_total", "ngram") > 0
+    assert all(batch.invariant for batch in batches)
+    assert {batch.split_rows for batch in batches} >= {0, 1, 3}
 
 
 @pytest.mark.parametrize(("model", "what"), [("qwen3", "update_block_tables"), ("qwen3", "begin")], indirect=["model"])

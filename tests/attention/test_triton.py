@@ -361,6 +361,38 @@ def test_other_queries_of_its_row_change_no_bit_of_a_query(in_splits: bool, opti
         assert torch.equal(bits(row.cut(kv_len)), whole[: kv_len - 120])
 
 
+@pytest.mark.usefixtures("products_row_by_row")
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        (Shape(), Options()),
+        (Shape(heads=6), Options(150)),
+        (Shape(heads=2, kv_heads=1), Options(AttentionChunk(33), sinks=True)),
+        (Shape(heads=2, kv_heads=1, head_dim=48), Options(100, 1.5, alibi=True)),
+        (Shape(dtype=torch.float16), Options(sinks=True)),
+    ],
+    ids=str,
+)
+def test_an_invariant_query_has_the_same_bits_decoded_verified_and_in_any_chunk(
+    shape: Shape, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row crosses borders of splits; a query is that of a decode row, of a verified draft, or of a chunk."""
+    rows = make_rows([(90, 290), (5, 70), (20, 20)], shape)
+    launched = Launch(invariant=True)
+    whole = attend(rows, shape, options, launched)
+    assert_right(rows, whole, options)
+    for queries, programs in ((1, 40), (3, 1), (17, 40)):
+        monkeypatch.setattr(launch, "_PROGRAMS", programs)
+        for split_rows in (3, 1, 0):
+            last = [row.last(queries) for row in rows]
+            how = replace(launched, split_rows=split_rows, split_queries=queries + 1, padded_rows=2, padded_tokens=5)
+            for got, expected in zip(attend(last, shape, options, how)[:3], whole[:3], strict=True):
+                assert torch.equal(got, expected[-queries:])
+    cut = attend([rows[0].cut(263), rows[1].cut(67)], shape, options, launched)
+    assert torch.equal(cut[0], whole[0][:63])
+    assert torch.equal(cut[1], whole[1][:2])
+
+
 def test_rows_without_queries_change_no_other_row() -> None:
     shape = Shape()
     rows = make_rows([(1, 30), (0, 20), (2, 70), (0, 9), (5, 40)], shape)

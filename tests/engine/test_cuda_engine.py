@@ -453,6 +453,46 @@ def test_preemption_and_offload_in_a_small_pool_change_no_answer(
         assert llm.engine.parts.blocks.num_used == 0
 
 
+@pytest.mark.parametrize(("family", "dtype"), [("qwen3", "bfloat16"), ("qwen3", "float32"), ("gemma3", "bfloat16")])
+def test_a_thousand_invariant_requests_have_the_same_bits_alone_and_together(
+    family: str, dtype: str, tmp_path: Path
+) -> None:
+    """Compiled and captured. Together: cut into chunks, in a small pool, drafted, and then from host memory."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 4}
+    other = {"head_dim": 64, "vocab_size": 1024, "max_position_embeddings": 4096, "initializer_range": 0.05}
+    model = tiny_model_dir(family, tmp_path, 1, **sizes, **other)
+    prompts = [
+        [
+            5 + number * place % (20 + number) % 1000
+            for place in range(1900 if number % 50 == 7 else 1 + number * 37 % 400)
+        ]
+        for number in range(1000)
+    ]
+    params = [
+        SamplingParams(temperature=number % 2, seed=number, max_tokens=24, ignore_eos=True, logprobs=3)
+        for number in range(len(prompts))
+    ]
+    options: dict[str, Any] = {"dtype": dtype, "eager": False, "batch_invariant": True, "max_model_len": 2048}
+
+    def answers(outputs: list[RequestOutput]) -> list[Any]:
+        return [(output.token_ids, output.completions[0].logprobs) for output in outputs]
+
+    with engine(model, **options, kv_memory="1GiB", prefix_cache=False) as llm:
+        alone = answers([llm.generate([prompt], own)[0] for prompt, own in zip(prompts, params, strict=True)])
+    drafts = SpeculativeConfig("ngram", 3, adaptive=False)
+    host = OffloadConfig(host="4GiB")
+    with engine(model, **options, kv_memory="64MiB", chunk_tokens=512, speculative=drafts, offload=host) as llm:
+        always_load(llm)
+        different = [sum(a != b for a, b in zip(answers(llm.generate(prompts, params)), alone, strict=True))]
+        assert llm.metrics.value("accepted_tokens_total", "ngram") > 100
+        assert llm.flush()
+        forget_device(llm)
+        from_host = llm.generate(prompts, params)
+        assert sum(output.cached.host for output in from_host) > 10_000
+        different.append(sum(a != b for a, b in zip(answers(from_host), alone, strict=True)))
+    assert different == [0, 0]
+
+
 def test_aborted_requests_release_all_their_resources(llama: Path) -> None:
     with engine(llama, offload=OffloadConfig(host="16MiB"), check_order=True) as llm:
         for _ in range(5):

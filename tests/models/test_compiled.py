@@ -29,6 +29,7 @@ from sidestream.engine.warm_up import WarmUpSteps, capture, run_warm_up
 from sidestream.errors import ModelError
 from sidestream.models import PagedModel, compiled, load_model
 from sidestream.models.compiled import _MergeProducts, compile_layers, compiling, decoder_layers, decompile
+from sidestream.models.invariant import use_invariant_linears
 from sidestream.models.mtp import MtpHead, attach_head
 from sidestream.models.shard import ShardCheck
 from sidestream.runner.step_inputs import GraphKey
@@ -71,7 +72,8 @@ def counting(graphs: list[int]) -> Callable[..., Any]:
     def compiler(module: torch.fx.GraphModule, _: Sequence[torch.Tensor]) -> Callable[..., Any]:
         _MergeProducts()(module.graph)
         module.recompile()
-        graphs.append(sum(node.target is torch.ops.aten.mm.default for node in module.graph.nodes))
+        products = (torch.ops.aten.mm.default, torch.ops.sidestream.invariant_linear.default)
+        graphs.append(sum(node.target in products for node in module.graph.nodes))
         batched = [node for node in module.graph.nodes if node.target is torch.ops.aten.bmm.default]
         assert not batched  # positions times frequencies
         return module
@@ -94,6 +96,19 @@ def test_compiled_layers_give_equal_results_with_one_product_per_input(family: s
     graphs.clear()
     near(logits(model), expected)
     assert graphs == []
+
+
+def test_invariant_linears_are_joined_as_others_are(tmp_path: Path) -> None:
+    model = loaded(tmp_path, "qwen3")
+    expected, graphs = logits(model), list[int]()
+    use_invariant_linears(model.module)
+    near(logits(model), expected)
+    compile_layers(model, backend=counting(graphs), required=True)
+    with compiling():
+        near(logits(model), expected)
+    assert sorted(set(graphs)) == [0, 1, 2]
+    decompile(model)
+    near(logits(model), expected)
 
 
 def test_number_of_compilations_does_not_grow_with_layers_or_lengths(tmp_path: Path) -> None:
@@ -392,7 +407,7 @@ def test_compiler_settings_of_the_process_are_not_changed(tmp_path: Path) -> Non
 def test_an_engine_without_a_compiler_warms_up_uncompiled_layers(
     stage: str, is_rank: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no compiler")
 
     told, steps = list[str](), list[bool]()
@@ -436,6 +451,14 @@ def test_an_engine_without_a_compiler_warms_up_uncompiled_layers(
     assert len(steps) > 2
     assert all(steps[len(began) :])
     assert "cannot be compiled and captured (RuntimeError: no compiler)" in caplog.text
+
+
+def test_an_invariant_model_that_cannot_be_compiled_is_refused(tmp_path: Path) -> None:
+    """Its norms would add in an order that depends on the number of rows."""
+    model = loaded(tmp_path)
+    compile_layers(model, backend=failing(RuntimeError(NO_KERNEL), lambda graph: True), required=True)
+    with pytest.raises(ModelError, match=r"no such kernel.*leave batch_invariant out"):
+        logits(model)
 
 
 @pytest.mark.parametrize("compiles", [True, False])

@@ -14,8 +14,9 @@ from triton.compiler import ASTSource
 
 from sidestream.attention.triton import gated_delta_chunks as chunks
 from sidestream.attention.triton import gated_delta_kernels as gated_delta
+from sidestream.attention.triton import invariant_kernels as invariant
 from sidestream.attention.triton import kernels as attention
-from sidestream.ops import adapter_kernels, draft_kernels, expert_kernels, step_kernels
+from sidestream.ops import adapter_kernels, draft_kernels, expert_kernels, product_kernels, products, step_kernels
 from sidestream_kv.device.cuda import kernels as copies
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -116,6 +117,13 @@ for dtype, tokens, outputs in ((BF16, 32, 32), (BF16, 64, 64), (FLOAT, 64, 64)):
         adapter_kernels.add_adapters, *[dtype] * 4, *["i32"] * 5,
         COLUMNS=128, CHUNK=128, TOKENS=tokens, OUTPUTS=outputs, PRECISION="ieee",
     )  # fmt: skip
+for dtype, tiles in ((BF16, products._HALF), (FLOAT, products._FLOAT)):
+    for tile, whole in itertools.product(tiles, (True, False)):
+        compiled(
+            product_kernels.multiply, *[dtype] * 4, *["i32"] * 5, warps=tile.warps, stages=tile.stages,
+            BIAS=whole, WHOLE=whole, ROWS=tile.rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs, GROUP=8,
+            PRECISION="ieee",
+        )  # fmt: skip
 
 for pool, kv_heads, size, value_size, width in (
     (BF16, 8, 128, 128, 1024),
@@ -169,6 +177,17 @@ for size in (128, 512):
         attention.combine, *[FLOAT] * 3, BF16, BF16, LONG, LONG, *["i32"] * 4, warps=1, overlap=True,
         SPLIT_TOKENS=256, NARROW_SPLITS=16, WIDE_TOKENS=512, WINDOW=False, SINKS=True, HEADS=32,
         HEAD_DIM=size, PADDED_DIM=size, OVERLAP=True,
+    )  # fmt: skip
+for size, stages, warps in ((128, 3, 4), (256, 2, 8)):
+    compiled(
+        invariant.attend_in_splits, *[BF16] * 4, *[FLOAT] * 4, INT, LONG, LONG, *["i32"] * 4, "fp32", "fp32",
+        *["i32"] * 7, warps=warps, stages=stages, overlap=True, SPLIT_TOKENS=256, WINDOW=True, CAPPED=True, SINKS=True,
+        ALIBI=True, KV_HEADS=8, GROUP=4, HEAD_DIM=size, PADDED_DIM=size, BLOCK_TOKENS=16, BLOCK_M=64, BLOCK_N=32,
+        OVERLAP=True,
+    )  # fmt: skip
+    compiled(
+        invariant.merge, *[FLOAT] * 3, BF16, BF16, LONG, LONG, *["i32"] * 3, warps=1, overlap=True,
+        SPLIT_TOKENS=256, WINDOW=True, SINKS=True, HEADS=32, HEAD_DIM=size, PADDED_DIM=size, OVERLAP=True,
     )  # fmt: skip
 for pool, size in ((BF16, 16), (FP8, 16), (BF16, 48)):
     compiled(

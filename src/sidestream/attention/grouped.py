@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -43,6 +44,12 @@ class GroupedBatch:
     def layer(self, index: int) -> torch.Tensor:
         batch, index = self.of_layer(index)
         return batch.layer(index)
+
+    def part(self, begin: int, stop: int) -> GroupedBatch:
+        """See `PagedBatch.part`; of batches that have it."""
+        parts: list[Any] = [self.blocks, *self.pages]
+        blocks, *pages = (batch.part(begin, stop) for batch in parts)
+        return GroupedBatch(blocks, pages, self.places)
 
     def with_kv_shape(self, shape: KVShape) -> AttentionBatch:
         return self.blocks.with_kv_shape(shape)

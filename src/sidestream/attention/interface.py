@@ -147,6 +147,7 @@ class AttentionSpec:
     latent_dim     see `KVLayout.latent_dim`
     query_tokens   largest number of tokens that decode rows and short rows have together in one step
     draft          KV shape of a draft model that uses the same backend; None: no draft model
+    batch_invariant  whether the bits of a query's result must depend on its position and its row's KV alone
     """
 
     heads: int
@@ -157,6 +158,7 @@ class AttentionSpec:
     query_tokens: int
     draft: KVShape | None = None
     latent_dim: int = 0
+    batch_invariant: bool = False
 
     @property
     def value_dim(self) -> int:

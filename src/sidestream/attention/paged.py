@@ -7,7 +7,7 @@ computed separately, over its own keys only, so a row's result does not depend o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
@@ -34,6 +34,8 @@ __all__ = ["PagedBatch", "TorchAttention", "paged_attention"]
 class TorchAttention:
     """See `AttentionBackend`. This backend has no buffers, and needs the lengths of the rows on the host."""
 
+    one_by_one: bool = False
+
     @classmethod
     def supports(cls, device: torch.device) -> bool:
         return on_host(device)
@@ -44,7 +46,7 @@ class TorchAttention:
 
     @classmethod
     def create(cls, spec: AttentionSpec, *, kv_tokens: int, chunk_tokens: int) -> TorchAttention:
-        return cls()
+        return cls(one_by_one=spec.batch_invariant)
 
     @property
     def table_dtype(self) -> torch.dtype:
@@ -70,6 +72,7 @@ class TorchAttention:
                 1 for _ in takewhile(lambda row: starts[row + 1] - starts[row] == 1, range(rows.decode_rows))
             ),
             before_layer=before_layer,
+            one_by_one=self.one_by_one,
         )
 
 
@@ -86,6 +89,7 @@ class PagedBatch:
     kv_lens        B: length of each row's KV, including this step's tokens; a row's queries are its last tokens
     num_decode     the first num_decode rows have exactly one query token
     before_layer   called with i before layer i of the pool is written or read
+    one_by_one     compute each query of a chunk as that of a decode row, so that its bits do not depend on the chunk
     """
 
     kv: torch.Tensor
@@ -95,6 +99,7 @@ class PagedBatch:
     kv_lens: tuple[int, ...]
     num_decode: int
     before_layer: Callable[[int], None]
+    one_by_one: bool = False
     _addresses: _Addresses = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -107,6 +112,23 @@ class PagedBatch:
     def layer(self, index: int) -> torch.Tensor:
         """One layer's part of the pool, `[blocks, vectors, block_tokens, kv_heads, head_dim]`."""
         return self.kv[:, index]
+
+    def part(self, begin: int, stop: int) -> PagedBatch:
+        """The batch of the packed tokens [begin, stop). The part that begins at 0 waits for loads, for all parts, so it
+        must go through all layers first.
+        """
+        starts = self.cu_seqlens_q
+        rows = [row for row in range(len(self.kv_lens)) if starts[row] < stop and starts[row + 1] > begin]
+        first, last = rows[0], rows[-1] + 1
+        return replace(
+            self,
+            slot_mapping=self.slot_mapping[begin:stop],
+            block_tables=self.block_tables[first:last],
+            cu_seqlens_q=tuple(min(max(start, begin), stop) - begin for start in starts[first : last + 1]),
+            kv_lens=tuple(self.kv_lens[row] - max(0, starts[row + 1] - stop) for row in range(first, last)),
+            num_decode=max(0, min(self.num_decode, last) - first),
+            before_layer=ungated if begin else self.before_layer,
+        )
 
     def with_kv_shape(self, shape: KVShape) -> PagedBatch:
         return replace(self, kv=shape.at_the_end_of(self.kv), before_layer=ungated)
@@ -189,6 +211,9 @@ def paged_attention(
         out.append(attended if latent is None else latent.project(attended))
     for row, mask in enumerate(visible.masks, batch.num_decode):
         q, keys, values = query[batch.cu_seqlens_q[row] : batch.cu_seqlens_q[row + 1]], row_keys[row], row_values[row]
+        if batch.one_by_one:
+            out += _each_query(q, keys, values, sliding_window, batch.kv_lens[row], scale, softcap, sinks, slopes)
+            continue
         if latent is not None and latent.expands(q, keys.shape[2]):
             out.append(_attend_expanded(q, keys[0, 0], mask[: len(q)], latent, scale, softcap, sinks))
             continue
@@ -304,6 +329,28 @@ def _causal_mask(positions: torch.Tensor, query_len: int, window: int | None, dt
         hidden |= positions < window_start(queries, window)
     # Additive, not boolean: scaled_dot_product_attention would convert a boolean mask again in every layer.
     return torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, float("-inf"))
+
+
+def _each_query(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    window: int | None,
+    kv_len: int,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+) -> Iterator[torch.Tensor]:
+    """Attention of each of a row's queries `[n, heads, head_dim]`, computed in the shapes of a decode row at its
+    position. `keys`, `values`: those up to `kv_len`, from the first one that the first query sees.
+    """
+    first = kv_len - keys.shape[2]
+    for position, one in enumerate(query, kv_len - len(query)):
+        start = 0 if window is None else max(0, window_start(position, window)) - first
+        k, v = (part[:, :, start : position + 1 - first] for part in (keys, values))
+        grouped = one.reshape(1, keys.shape[1], -1, one.shape[-1])
+        yield _attend(grouped, k, v, None, scale, softcap, sinks, _distances(slopes, 1, k.shape[2])).view(1, *one.shape)
 
 
 def _attend_expanded(

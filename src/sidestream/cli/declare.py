@@ -71,6 +71,7 @@ RARE = frozenset(
         "--token-budget",
         "--separate-tail-chunk",
         "--eager",
+        "--batch-invariant",
         "--max-drafts",
         "--max-draft-slowdown",
         "--self-check",

@@ -125,6 +125,12 @@ _ENGINE = Table(
     ),
     Row("eager", "", "On a GPU, do not compile or capture graphs: faster start, slower steps.", False),
     Row(
+        "batch_invariant",
+        "",
+        "Equal bits for a request whatever else runs, however its prompt is cut, and from any tier; slower.",
+        False,
+    ),
+    Row(
         "generation_config",
         "auto|none",
         "Defaults of sampling options: auto uses the model's generation_config.json, none uses neutral values.",

@@ -187,7 +187,8 @@ class BuildPlan:
 
     def attention_spec(self) -> AttentionSpec:
         """The sizes that attention must support, including the sizes of a draft model."""
-        return _attention_spec(self.model, self.sizes, self.max_drafts, self.device.torch_device, self.proposer)
+        device = self.device.torch_device
+        return _attention_spec(self.model, self.config, self.sizes, self.max_drafts, device, self.proposer)
 
 
 def sizes_for(model: ServableModel, config: EngineConfig, *, on_gpu: bool) -> EngineSizes:
@@ -333,7 +334,7 @@ def _free_bytes(
     """Bytes for the block pool that are left on this rank's GPU after the weights and the attention buffers."""
     layout = block_layout(model)
     torch.cuda.empty_cache()  # frees memory that torch has cached since the check of the loaded model
-    spec = _attention_spec(model, sizes, max_drafts, device)
+    spec = _attention_spec(model, config, sizes, max_drafts, device)
     kept = 0 if model.state_layout is None else model.state_layout.draft_bytes(sizes.max_running + 1, max_drafts)
     fits = pool_bytes(
         torch.cuda.mem_get_info(device)[0] - kept,
@@ -345,7 +346,12 @@ def _free_bytes(
 
 
 def _attention_spec(
-    model: ServableModel, sizes: EngineSizes, max_drafts: int, device: torch.device, proposer: Proposer | None = None
+    model: ServableModel,
+    config: EngineConfig,
+    sizes: EngineSizes,
+    max_drafts: int,
+    device: torch.device,
+    proposer: Proposer | None = None,
 ) -> AttentionSpec:
     """Counts the query tokens of one decode row for each running request, and of the short prefill rows of a step."""
     from sidestream.speculate.proposer import DraftModelProposer
@@ -360,6 +366,7 @@ def _attention_spec(
         query_tokens=sizes.max_running * (1 + max_drafts) + SHORT_TOKENS,
         draft=proposer.shape if isinstance(proposer, DraftModelProposer) else None,
         latent_dim=layout.latent_dim,
+        batch_invariant=config.batch_invariant,
     )
 
 

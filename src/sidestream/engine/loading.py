@@ -165,6 +165,8 @@ class LoadedEngine:
             device=device,
             max_model_len=config.max_model_len,
             repack=config.repack,
+            batch_invariant=config.batch_invariant,
+            compute_threads=config.compute_threads,
             group=group,
         )
         _warn_of_missing_rows(self.tokenizer, loaded.vocab_size)
@@ -226,6 +228,8 @@ class LoadedEngine:
             device=device,
             max_model_len=self.config.max_model_len,
             repack=self.config.repack,
+            batch_invariant=self.config.batch_invariant,
+            compute_threads=self.config.compute_threads,
         )
         check_replaces(served, other)
         return partial(take_weights, served, other), other.fingerprint

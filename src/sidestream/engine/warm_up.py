@@ -179,6 +179,7 @@ def make_ready(
         shapes,
         gate_layers=gate_layers,
         shared=plan.group is not None,
+        compiled=plan.config.batch_invariant,
         warm_up=warm_up,
         tell=tell,
     )
@@ -214,6 +215,7 @@ def capture(
     *,
     gate_layers: int,
     shared: bool = False,
+    compiled: bool = False,
     warm_up: Callable[[str], None],
     tell: Callable[[str, int, int], None],
 ) -> None:
@@ -224,7 +226,7 @@ def capture(
     error of a step only if it ran without compiled layers.
 
     `shared`: several ranks capture the same graphs. They find the same errors, so they choose the same way; only memory
-    may run out on one rank alone, so that is an error.
+    may run out on one rank alone, so that is an error. `compiled`: layers must be compiled, or it is an error too.
     """
     from sidestream.models.adapter import PagedModel
     from sidestream.models.compiled import compile_layers, compiling, decompile, reason_of
@@ -241,7 +243,7 @@ def capture(
             with compiling():
                 if way:
                     for part in served:
-                        compile_layers(part)
+                        compile_layers(part, required=compiled)
                     warm_up("compiling forward passes")
                 executor.capture(
                     shapes,
@@ -252,7 +254,7 @@ def capture(
         except DeviceLost:
             raise
         except Exception as error:  # transformers and model code raise errors of any type
-            if shared and isinstance(error, OutOfDeviceMemory):
+            if compiled or (shared and isinstance(error, OutOfDeviceMemory)):
                 raise
             logger.warning("forward passes cannot be %scaptured (%s): they run slower", way, reason_of(error))
         else:

@@ -20,6 +20,7 @@ from sidestream.attention.states import StateBatch
 from sidestream.errors import InvariantError, ModelError
 from sidestream.models.config_checks import attends, counted_token, layer_heads
 from sidestream.models.divided import Division
+from sidestream.models.invariant import forward_in_blocks
 from sidestream.models.latent import keep_latents, latent_heads
 from sidestream.models.layer_heads import DividedBatch, LayerHeads
 from sidestream.models.lora import Adapters
@@ -80,6 +81,7 @@ class PagedModel:
     weights_fingerprint  the hash of the whole model, equal on all ranks
     module          the transformers module; call it through `forward`
     pads            whether a forward computes padding tokens
+    in_blocks       whether a forward computes few tokens at a time: see `forward_in_blocks`
     adapters        its LoRA adapters; None: it can have none
     """
 
@@ -131,6 +133,7 @@ class PagedModel:
             self.traced = TracedLayers(module, num_kv_heads=layout.num_kv_heads)
         self.module = module
         self.pads = on_host(module.device)
+        self.in_blocks = False
         self._divided = divided
         self.adapters: Adapters | None = None
         self._on_hidden: Callable[[torch.Tensor], None] | None = None
@@ -202,6 +205,19 @@ class PagedModel:
 
         Runs on the calling thread; on a GPU, kernels are enqueued on the current stream. One call at a time.
         """
+        if self.in_blocks and not isinstance(batch, OpaqueBatch):
+            return forward_in_blocks(self._forward, tokens, positions, batch, logit_rows)
+        return self._forward(tokens, positions, batch, logit_rows, states=states)
+
+    def _forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: Attended | OpaqueBatch,
+        logit_rows: torch.Tensor,
+        *,
+        states: StateBatch | None = None,
+    ) -> torch.Tensor:
         if self.pads:
             missing = padded_length(len(tokens)) - len(tokens)
             tokens, positions = pad(tokens, (0, missing)), pad(positions, (0, missing))

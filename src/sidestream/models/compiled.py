@@ -21,6 +21,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx.experimental import _config as symbolic_shapes
 from transformers import AttentionInterface
 
+from sidestream.errors import ModelError
 from sidestream.models import adapter
 from sidestream.models.adapter import PagedModel
 from sidestream.models.experts import use_own_experts
@@ -63,13 +64,15 @@ def compiling() -> Iterator[None]:
         yield
 
 
-def compile_layers(model: PagedModel | MtpHead, *, backend: str | Callable[..., Any] = "inductor") -> None:
+def compile_layers(
+    model: PagedModel | MtpHead, *, backend: str | Callable[..., Any] = "inductor", required: bool = False
+) -> None:
     """Compile the decoder layers of a model or of a draft head (MTP) in place. The compilation happens in the first
     calls of the layers, which take seconds and must be inside `compiling`. `decompile` reverts this.
 
     First joins projections of the same input (`join_projections`); their weights move to new memory, one layer at a
     time. Results differ from eager results by rounding. If the compiler fails on a kind of layer, that kind runs
-    uncompiled from then on, with a warning; the other kinds stay compiled.
+    uncompiled from then on, with a warning; the other kinds stay compiled. `required`: then a call raises ModelError.
     """
     with torch.no_grad():
         for names in _JOINED:
@@ -88,7 +91,7 @@ def compile_layers(model: PagedModel | MtpHead, *, backend: str | Callable[..., 
     rotary = None if isinstance(model, MtpHead) else getattr(model.module.base_model, "rotary_emb", None)
     for (kind, _), parts in _kinds(model).items():
         for part in parts:
-            compiled = _compiled(part._call_impl, kind, partial(_as_written, parts), how)
+            compiled = _compiled(part._call_impl, kind, partial(_as_written, parts), how, required=required)
             part._compiled_call_impl = _with_static_width(compiled) if part is rotary else compiled
     if isinstance(model, MtpHead):
         vars(model)["joined"] = _compiled(
@@ -98,16 +101,21 @@ def compile_layers(model: PagedModel | MtpHead, *, backend: str | Callable[..., 
 
 def decompile(model: PagedModel | MtpHead) -> None:
     """Run the layers uncompiled again. Joined projections keep their shared memory, but are computed one by one."""
-    _as_written((*decoder_layers(model), *_around(model)))
+    _as_written(compiled_parts(model))
     vars(model).pop("joined", None)
     _module(model).config._attn_implementation = adapter.PAGED
 
 
 def _compiled(
-    written: Callable[..., Any], kind: str, undo: Callable[[], object], how: Mapping[str, Any]
+    written: Callable[..., Any],
+    kind: str,
+    undo: Callable[[], object],
+    how: Mapping[str, Any],
+    *,
+    required: bool = False,
 ) -> Callable[..., Any]:
     """The function `written` in compiled form. If the compiler fails, the call runs `written` itself, and `undo`
-    prevents more attempts to compile.
+    prevents more attempts to compile. `required`: then it raises ModelError.
     """
     compiled = torch.compile(written, **how)
 
@@ -122,11 +130,13 @@ def _compiled(
             # and such a cycle, with all tensors of the frame, is freed late.
             if isinstance(getattr(error, "inner_exception", None), torch.OutOfMemoryError):
                 raise error.inner_exception from None  # type: ignore[attr-defined]
-            logger.warning(
-                "%s cannot be compiled (%s): it runs uncompiled, which is slower",
-                kind,
-                reason_of(getattr(error, "inner_exception", error)),
-            )
+            reason = reason_of(getattr(error, "inner_exception", error))
+            if required:
+                raise ModelError(
+                    f"batch_invariant is on, but {kind} cannot be compiled ({reason}), and torch's own norms on a GPU "
+                    "add in an order that depends on the number of rows: leave batch_invariant out"
+                ) from None
+            logger.warning("%s cannot be compiled (%s): it runs uncompiled, which is slower", kind, reason)
             undo()
         return written(*given, **named)
 
@@ -170,6 +180,11 @@ def _kinds(model: PagedModel | MtpHead) -> Mapping[tuple[str, tuple[type, ...]],
     for name, part in (*named, *((type(part).__name__, part) for part in _around(model))):
         kinds.setdefault((name, tuple(map(type, part.modules()))), []).append(part)
     return kinds
+
+
+def compiled_parts(model: PagedModel | MtpHead) -> Sequence[nn.Module]:
+    """All modules that `compile_layers` compiles."""
+    return (*decoder_layers(model), *_around(model))
 
 
 def decoder_layers(model: PagedModel | MtpHead) -> Sequence[nn.Module]:
@@ -221,6 +236,7 @@ class _MergeProducts(CustomGraphPass):
         )
         pure = {op.default for op in (*products, *views, *rounding, torch.ops.prims.convert_element_type)}
         pure |= {aten.div.Tensor, aten.mul.Tensor, torch.ops.sidestream.add_adapters.default}
+        pure |= {torch.ops.sidestream.invariant_linear.default}
         for node in graph.find_nodes(op="call_function", target=aten.topk.default):
             _replace_topk(node)
         for node in graph.find_nodes(op="call_function", target=torch.ops.sidestream.mix.default):

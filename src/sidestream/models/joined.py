@@ -4,7 +4,7 @@ LoRA adapters, the same product also multiplies by their `down` matrices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -13,10 +13,15 @@ from torch import nn
 from torch.nn.functional import linear
 
 from sidestream.models.fp8 import Fp8Linear, joined_fp8
+from sidestream.models.invariant import InvariantLinear, invariant_linear
 from sidestream.models.lora import AdaptedLinear, ColumnMask
 from sidestream.ops.adapters import NARROW, launch_add_adapters
 
 _MOST_PROJECTIONS = 3
+
+Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+# The product of each class of layers that can be joined.
+_MULTIPLY: dict[type, Multiply] = {nn.Linear: linear, InvariantLinear: invariant_linear}
 
 
 class JoinedPart(nn.Module):
@@ -26,17 +31,20 @@ class JoinedPart(nn.Module):
     (see `sidestream.models.compiled`).
     """
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, first: int, stop: int) -> None:
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, first: int, stop: int, multiply: Multiply = linear
+    ) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias
+        self.multiply = multiply
         self._first, self._stop = first, stop
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., stop - first]`."""
         if torch.compiler.is_compiling():
-            return linear(states, self.weight, self.bias)[..., self._first : self._stop]
+            return self.multiply(states, self.weight, self.bias)[..., self._first : self._stop]
         bias = None if self.bias is None else self.bias[self._first : self._stop]
-        return linear(states, self.weight[self._first : self._stop], bias)
+        return self.multiply(states, self.weight[self._first : self._stop], bias)
 
 
 def join_projections(parent: nn.Module, names: Sequence[str]) -> None:
@@ -54,18 +62,18 @@ def join_projections(parent: nn.Module, names: Sequence[str]) -> None:
         for (holder, name), shared_part in zip(holders, shared, strict=True):
             setattr(holder, name, shared_part)
         return
-    if not all(type(part) is nn.Linear for part in parts):
+    if not all(type(part) in _MULTIPLY for part in parts):
         return
-    kinds = {(part.in_features, part.weight.dtype, part.bias is None) for part in parts if part is not None}
+    kinds = {(type(part), part.in_features, part.weight.dtype, part.bias is None) for part in parts if part is not None}
     if len(kinds) != 1:
         return
     weight = nn.Parameter(torch.cat([part.weight for part in parts if part is not None]), requires_grad=False)
     biases = [part.bias for part in parts if part is not None and part.bias is not None]
     bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
-    first = 0
+    first, multiply = 0, _MULTIPLY[type(parts[0])]
     for (holder, name), part in zip(holders, parts, strict=True):
         assert part is not None
-        setattr(holder, name, JoinedPart(weight, bias, first, first + part.out_features))
+        setattr(holder, name, JoinedPart(weight, bias, first, first + part.out_features, multiply))
         first += part.out_features
 
 
@@ -158,5 +166,6 @@ def _holder(parent: nn.Module, name: str) -> tuple[nn.Module, str]:
 def joined_product(states: torch.Tensor, parts: Sequence[Any]) -> torch.Tensor:
     """The outputs of all parts one after another in the last dimension: one product if they share a weight."""
     if all(type(part) is JoinedPart and part.weight is parts[0].weight for part in parts):
-        return linear(states, parts[0].weight, parts[0].bias)
+        product: torch.Tensor = parts[0].multiply(states, parts[0].weight, parts[0].bias)
+        return product
     return torch.cat([part(states) for part in parts], dim=-1)

@@ -39,6 +39,7 @@ from sidestream.models.directory import check_config, local_directory, name_of
 from sidestream.models.divided import Division
 from sidestream.models.fp8 import Kept, kept_eight_bits
 from sidestream.models.gguf_file import gguf_in
+from sidestream.models.invariant_checks import arithmetic, make_invariant
 from sidestream.models.packed import KeptPacked, gguf_of, kept_packed, packing
 from sidestream.models.precision import Precision, choose_precision
 from sidestream.models.recurrent import unbind_time_steps
@@ -85,6 +86,8 @@ def load_model(
     device: torch.device = _CPU,
     max_model_len: int | None = None,
     repack: bool | None = None,
+    batch_invariant: bool = False,
+    compute_threads: int | None = None,
     group: Group | None = None,
 ) -> PagedModel:
     """Load, check and fingerprint a model in transformers' format. A hub id is downloaded first; a directory needs no
@@ -97,6 +100,7 @@ def load_model(
     max_model_len   tokens of the longest request; None: the model's limit. With LongRoPE and dynamic scaling, this
                     number selects the frequencies, and so affects the KV and the fingerprint
     repack          keep repacked copies of packed weights: see `EngineConfig.repack`
+    batch_invariant  see `EngineConfig.batch_invariant`; the fingerprint then depends on `compute_threads`, too
     group           the ranks of tensor parallelism, which call this together; the result has this rank's share of the
                     weights and KV heads, and its forward must be called by all ranks together. None: one rank
 
@@ -122,16 +126,15 @@ def load_model(
             logger.info("model %s: %s", name, precision)
             chosen = getattr(torch, precision.dtype)
             kept = _kept(directory, config, stored, device, chosen, ranks=ranks, repack=repack)
-            units = kept.units if isinstance(kept, Kept) else {}
-            check_units(text, units, size=ranks)
+            check_units(text, kept.units if isinstance(kept, Kept) else {}, size=ranks)
             module = read_module(directory, config, stored, dtype=chosen, attention="eager", kept=kept)
             served = str(module.dtype).removeprefix("torch.")
             parts, num_heads = _parts_of_rank(
                 module.config, dtype=served, block_tokens=block_tokens, device=device, ranks=ranks
             )
-        variant = _fix_ropes(module, text, max_model_len)
-        if unbind_time_steps(module):
-            variant += "unbound time steps"
+        variant = _fix_ropes(module, text, max_model_len) + "unbound time steps" * unbind_time_steps(module)
+        if batch_invariant:
+            variant += arithmetic(device, compute_threads)  # rule: keys-tell-invariant-kv
         # Computed on the host, so that the fingerprint is the same on every device.
         fingerprint = fingerprint_of(module, variant=variant)
         if on_gpu(device):
@@ -149,13 +152,20 @@ def load_model(
             num_heads=num_heads,
             divided=divided,
         )
-        expected = reference(model)
-        model.layout = replace(model.layout, windows=expected.windows)
-        pack_linears(module)
-        check_paged(model, expected)
-        if kv_cache_dtype != "auto":
-            _keep_kv_in(kv_cache_dtype, model, expected)
+        if batch_invariant:
+            make_invariant(model, quantised=kept is not None)
+        _check(model, kv_cache_dtype)
     return model
+
+
+def _check(model: PagedModel, kv_cache_dtype: str) -> None:
+    """Run the self-check, after which the model has its final layout and the order of its weights."""
+    expected = reference(model)
+    model.layout = replace(model.layout, windows=expected.windows)
+    pack_linears(model.module)
+    check_paged(model, expected)
+    if kv_cache_dtype != "auto":
+        _keep_kv_in(kv_cache_dtype, model, expected)
 
 
 def _keep_kv_in(kv_cache_dtype: str, model: PagedModel, expected: Reference) -> None:

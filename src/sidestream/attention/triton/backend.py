@@ -25,10 +25,12 @@ class TritonAttention:
     workspace    memory for the partial results of splits
     contiguous   memory for a contiguous copy of chunks' KV, with FlashAttention-3 if it is installed; None: every
                  row's KV is read from its blocks
+    invariant    the bits of a row's result do not depend on that choice: see `BatchLocation`
     """
 
     workspace: SplitKVWorkspace
     contiguous: ContiguousKV | None = None
+    invariant: bool = False
 
     @classmethod
     def supports(cls, device: torch.device) -> bool:
@@ -39,8 +41,9 @@ class TritonAttention:
         splits = SplitKVWorkspace.token_bytes(
             spec.query_tokens, heads=spec.heads, head_dim=spec.value_dim, tokens=_split_tokens(spec)
         )
-        contiguous = 0 if spec.latent_dim else 2 * spec.kv_heads * spec.head_dim * spec.dtype.itemsize
-        return splits + contiguous
+        if spec.latent_dim or spec.batch_invariant:
+            return splits
+        return splits + 2 * spec.kv_heads * spec.head_dim * spec.dtype.itemsize
 
     @classmethod
     def create(cls, spec: AttentionSpec, *, kv_tokens: int, chunk_tokens: int) -> TritonAttention:
@@ -53,6 +56,8 @@ class TritonAttention:
             tokens=_split_tokens(spec),
             draft=spec.draft,
         )
+        if spec.batch_invariant:
+            return cls(workspace, invariant=True)
         # Without a long chunk in the warm-up, kernels for long chunks are not compiled. They do not read latents.
         if chunk_tokens < LONG_TOKENS or spec.latent_dim:
             return cls(workspace)
@@ -94,6 +99,7 @@ class TritonAttention:
             workspace=self.workspace,
             contiguous=self.contiguous,
             before_layer=before_layer,
+            invariant=self.invariant,
         )
 
 

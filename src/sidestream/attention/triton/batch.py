@@ -43,6 +43,8 @@ class BatchLocation:
     contiguous      memory for a contiguous copy of chunks' KV; None: every row's KV is read from its blocks
     tiles           tile shapes of the kernels; None: Tiles.default
     before_layer    called with i before layer i of the pool is written or read
+    invariant       whether the bits of a query must be the same in a chunk and in a decode row. The KV of every row is
+                    then reduced in equal splits, those of short chunks included, and nothing is contiguous
 
     T, B, max_blocks and the numbers of rows and queries in splits are the launch bounds. A captured CUDA graph fixes
     the launch bounds and the addresses of the tensors.
@@ -61,6 +63,7 @@ class BatchLocation:
     contiguous: ContiguousKV | None = None
     tiles: Tiles | None = None
     before_layer: Callable[[int], None] = ungated
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         rows, max_blocks = self.block_tables.shape

@@ -98,11 +98,11 @@ def paged_attention(
     positive. Enqueues two to eight kernels on the current stream and reads nothing back, so a CUDA graph may capture
     the call. Sums are float32; float32 inputs are multiplied in float32, never in TF32.
 
-    The exact bits of a query token's result depend on: the query, its position, its row's KV, the options and tiles,
-    whether FlashAttention-3 computes its row (if installed: by T and the KV of earlier rows), and whether its row is
-    reduced in splits (if so, also on the tokens per split and on whether the row counts as short). They do not depend
+    The exact bits of a query token's result depend on: the query, its position, its row's KV, the options, the tiles,
+    the tokens per split, and unless the batch is `invariant`, whether FlashAttention-3 computes its row (by T and the
+    KV of earlier rows), whether its row is reduced in splits, and whether it then counts as short. They do not depend
     otherwise on the row's other queries, on other rows, on the order of rows, B, T, the width of the block tables, the
-    location of blocks, or on eager or captured launch. So the same row's results differ by rounding.
+    location of blocks, or on eager or captured launch.
 
     If the pool holds latents: query [T, heads, latent_dim + rotated_dim] · key, the latents [T, 1, latent_dim] · value,
     the rotated keys [T, 1, rotated_dim]; returns sums of latents, `[T, heads, latent_dim]`. With a `rotary`, the last
@@ -114,11 +114,12 @@ def paged_attention(
     _check(query, key, value, pool, batch, scale)
     tokens, heads, _ = query.shape
     (kv_heads, group, head_dim, rotated_dim), pool_strides = _head_layout(query, key, value, pool)
-    latent = rotated_dim > 0
-    rows, tiles = len(batch.kv_lens), batch.tiles or Tiles.default(head_dim, query.dtype, latent=latent)
+    whole = range(batch.rows_in_splits, len(batch.kv_lens))
+    tiles = batch.tiles or Tiles.default(head_dim, query.dtype, latent=rotated_dim > 0)
     out = torch.empty(tokens, heads, head_dim, dtype=query.dtype, device=query.device)
     query = rotate_and_write(query, key, value, rotary, layer, batch, out=out, unrotated=unrotated)
-
+    if batch.invariant:
+        return _attend_invariant(query, pool, out, batch, tiles.short, scale, sliding_window, softcap, sinks, slopes)
     cap_scale, exponent = _factors(scale, softcap)
     plain = sliding_window is None and softcap is None and slopes is None
     contiguous = batch.contiguous if tokens >= LONG_TOKENS and plain else None
@@ -146,8 +147,7 @@ def paged_attention(
             num_stages=tile.stages, **_overlap(query.device).launch_options,
         )  # fmt: skip
 
-    if batch.rows_in_splits < rows:
-        whole = range(batch.rows_in_splits, rows)
+    if whole:
         if contiguous is not None:
             done = _attend_contiguous(query, out, pool, sinks, whole, batch, contiguous, scale)
         attend(tiles.whole, (kv_heads, tokens // (_lines(tiles.whole, group) // group) + len(whole)), whole, None, 0)
@@ -155,6 +155,50 @@ def paged_attention(
         for tile, programs, part, wide in _parts_in_splits(batch, tiles, workspace, group=group, kv_heads=kv_heads):
             attend(tile, (kv_heads, programs), part, workspace, wide)
         _combine(out, sinks, batch, workspace, sliding_window)
+    return out
+
+
+def _attend_invariant(
+    query: torch.Tensor,
+    pool: torch.Tensor,
+    out: torch.Tensor,
+    batch: BatchLocation,
+    tile: Tile,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+) -> torch.Tensor:
+    """Compute attention of all rows in one order of sums: see `invariant_kernels`. Returns `out`."""
+    if batch.workspace is None or pool.shape[1] == 1:
+        raise InvariantError("attention with equal bits in every batch needs a workspace, and keys and values")
+    from sidestream.attention.triton import invariant_kernels as kernels
+
+    (tokens, heads, head_dim), kv_heads, workspace = out.shape, pool.shape[3], batch.workspace
+    group = heads // kv_heads
+    lines, padded_dim, max_splits = _lines(tile, group), _power_of_two(head_dim), workspace.max_scores.shape[1]
+    row_tiles = tokens // (lines // group) + len(batch.kv_lens)
+    splits = -(-batch.block_tables.shape[1] * pool.shape[2] // workspace.tokens)
+    shares = min(splits, -(-_PROGRAMS // (kv_heads * row_tiles))) if batch.split_rows else 1
+    parts = (workspace.value_sums, workspace.max_scores, workspace.weight_sums)
+    options = {"WINDOW": _window_kind(sliding_window), "SINKS": sinks is not None, "SPLIT_TOKENS": workspace.tokens}
+    overlap = _overlap(out.device).launch_options
+    kernels.attend_in_splits[kv_heads, row_tiles, shares](
+        query, pool, out, out if sinks is None else sinks, out if slopes is None else slopes, *parts,
+        batch.block_tables, batch.cu_seqlens_q, batch.kv_lens, len(batch.kv_lens), batch.split_rows, max_splits,
+        sliding_window or 0, *_factors(scale, softcap), batch.block_tables.stride(0), *query.stride()[:2],
+        *pool.stride()[:4],
+        CAPPED=softcap is not None, ALIBI=slopes is not None, KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim,
+        PADDED_DIM=padded_dim, BLOCK_TOKENS=pool.shape[2], BLOCK_M=lines, BLOCK_N=tile.keys,
+        num_warps=_warps(tile, group) * (2 if padded_dim > 128 else 1), num_stages=tile.stages, **options, **overlap,
+    )  # fmt: skip
+    if batch.split_rows:
+        kernels.merge[min(tokens, batch.split_rows * batch.split_queries), heads](
+            *parts, out, out if sinks is None else sinks, batch.cu_seqlens_q, batch.kv_lens, batch.split_rows,
+            max_splits, sliding_window or 0,
+            HEADS=heads, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, num_warps=1, **options, **overlap,
+        )  # fmt: skip
     return out
 
 
