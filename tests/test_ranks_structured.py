@@ -18,7 +18,7 @@ from sidestream.llm import RequestOutput
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="ranks need Linux")]
 
 PROMPTS = [[(7 * at + 3 * token) % 90 + 1 for token in range(40)] for at in range(6)]
-NAMES = ("whether_it_is_day_or_night_now", "whether_the_ship_has_left_the_harbour")
+NAMES = ("day_or_night", "ship_has_left")
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {name: {"enum": ["yes", "no", "unknown"]} for name in NAMES},
@@ -71,14 +71,14 @@ def test_four_ranks_equal_one_with_all_that_ranks_can_do(family: str, tmp_path: 
         expected = [output.token_ids for output in llm.generate(PROMPTS, params)]
     options |= {"offload": OffloadConfig(host="16MiB", disk=tmp_path / "kv")}
     options |= {"speculative": SpeculativeConfig("grammar", max_drafts=4, adaptive=False)}
-    for tier in ("host", "disk"):
-        with LLM(model, tensor_parallel=4, **options) as llm:
-            assert [output.token_ids for output in llm.generate(PROMPTS, params)] == expected
+    with LLM(model, tensor_parallel=4, **options) as llm:
+        for tier in ("device", "host", "disk"):
+            found = llm.generate(PROMPTS, params)
+            assert [output.token_ids for output in found] == expected
+            assert tier != "host" or all(output.cached.host > 0 for output in found)
+            llm.flush()
+            llm.reset_prefix_cache("device")
             if tier == "host":
-                llm.flush()
-                llm.reset_prefix_cache("device")
-            again = llm.generate(PROMPTS, params)
-            assert [output.token_ids for output in again] == expected
-            assert llm.metrics.value("accepted_tokens_total", "grammar") > 0
-            assert tier == "disk" or all(output.cached.host > 0 for output in again)
-            assert tier == "host" or llm.metrics.value("transfer_bytes_total", "disk-read") > 0
+                llm.reset_prefix_cache("host")
+        assert llm.metrics.value("accepted_tokens_total", "grammar") > 0
+        assert llm.metrics.value("transfer_bytes_total", "disk-read") > 0

@@ -321,7 +321,7 @@ def test_clients_of_a_killed_engine_get_an_error_and_the_server_ends(tiny: Path)
 
 
 FAILING_ENGINE = """
-import os, sys
+import atexit, os, sys, time
 if any("engine_main" in argument for argument in sys.orig_argv):
     from sidestream.engine.loop import StepLoop
     step = StepLoop.step
@@ -330,10 +330,14 @@ if any("engine_main" in argument for argument in sys.orig_argv):
             raise RuntimeError("injected")
         return step(loop)
     StepLoop.step = failing
+    atexit.register(time.sleep, 5.0)
 """
 
 
-def test_the_last_log_line_names_a_failed_engine_and_its_kv_is_stored(tiny: Path, tmp_path: Path) -> None:
+def test_a_failed_engine_stores_its_kv_ends_the_server_and_is_its_last_log_line(tiny: Path, tmp_path: Path) -> None:
+    """The API process has lost its engine, and ends after two seconds; the engine's process takes five. Meanwhile no
+    other API process starts.
+    """
     flag, kv = tmp_path / "fail", tmp_path / "kv"
     (tmp_path / "sitecustomize.py").write_text(FAILING_ENGINE.format(flag=str(flag)))
     tiers = ("--offload-disk", kv, "--offload-host", "8MiB", "--offload-write-policy", "all")
@@ -351,28 +355,9 @@ def test_the_last_log_line_names_a_failed_engine_and_its_kv_is_stored(tiny: Path
     assert status == 1
     assert log[-1] == "error: the engine's process has ended: the engine failed: RuntimeError: injected"
     assert sum("the engine failed and stops serving" in line for line in log) == 1
+    assert not any("another one starts" in line for line in log)
     (directory,) = find_directories(kv)
     assert Inspection(directory).verify().good > 0
-
-
-ENDS_LATE = """
-    import atexit, time
-    atexit.register(time.sleep, 5.0)
-"""
-
-
-def test_no_api_process_starts_while_the_engine_ends(tiny: Path, tmp_path: Path) -> None:
-    """The API process has lost its engine, and ends after two seconds; the engine's process takes five."""
-    flag = tmp_path / "fail"
-    (tmp_path / "sitecustomize.py").write_text(FAILING_ENGINE.format(flag=str(flag)) + ENDS_LATE)
-    with serving(tiny, "--api-processes", 1, faults=tmp_path) as server:
-        stream = server.stream()
-        until(lambda: len(stream.events) > 4)
-        flag.touch()
-        status, log = server.end()
-    assert status == 1
-    assert log[-1] == "error: the engine's process has ended: the engine failed: RuntimeError: injected"
-    assert not any("another one starts" in line for line in log)
 
 
 HANGING_END = """

@@ -1,20 +1,21 @@
-"""`sidestream serve` with a planted fault: a reused block is now and then another block. For tests of `verify`.
-
-    python tests/verify/faulty_server.py hit|load SHARE MODEL [OPTION ...]
-
-hit     a prefix hit on the device returns another published block
-load    a load from host memory copies the slot beside the right one
-SHARE   of the blocks, for example 0.01
-"""
+"""A server with a planted fault: a reused block is now and then another block. For tests of `verify`."""
 
 from __future__ import annotations
 
+import asyncio
+import queue
 import random
-import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
-from sidestream.cli import main
+import pytest
+
+from proof.tiny_models import tiny_model_dir
+from sidestream import AsyncLLM, OffloadConfig
 from sidestream.schedule.prefix_cache import PrefixCache
+from sidestream.server import RunningServer, ServerOptions, serve
 from sidestream_kv.device.base import CopyBatch
 from sidestream_kv.offload import loads
 from sidestream_kv.offload.pacing import layers_batch
@@ -22,8 +23,33 @@ from sidestream_kv.offload.tiers.stack import BlockMemory
 from sidestream_kv.types import Key
 
 
-def plant_hit(share: float, rng: random.Random) -> None:
-    """Make prefix hits return another block."""
+@contextmanager
+def faulty_server(kind: str, share: float, directory: Path) -> Iterator[str]:
+    """URL of a server of this process with a planted fault, a tiny model, host memory and a disk.
+
+    hit     a prefix hit on the device returns another published block
+    load    a load from host memory copies the slot beside the right one
+    share   of the blocks
+    """
+    model = tiny_model_dir("llama", directory / "model", seed=0)
+    offload = OffloadConfig(host="2MiB", disk=directory / "disk")
+    ready: queue.Queue[RunningServer] = queue.Queue()
+    with pytest.MonkeyPatch.context() as patch:
+        {"hit": plant_hit, "load": plant_load}[kind](share, random.Random(1), patch)
+        llm = AsyncLLM(model, engine_process=False, kv_memory="1MiB", offload=offload, compute_threads=1)
+        options = {"on_ready": ready.put}
+        thread = threading.Thread(target=serve, args=(llm, ServerOptions(port=0)), kwargs=options, daemon=True)
+        thread.start()
+        running = ready.get(timeout=60)
+        try:
+            yield running.url
+        finally:
+            running.stop()
+            thread.join(60)
+            asyncio.run(llm.close())
+
+
+def plant_hit(share: float, rng: random.Random, patch: pytest.MonkeyPatch) -> None:
     sound = PrefixCache.on_device
 
     def on_device(cache: PrefixCache, keys: Sequence[Key]) -> list[int]:
@@ -31,11 +57,10 @@ def plant_hit(share: float, rng: random.Random) -> None:
         others = [block for block in map(index.get, index) if block is not None and block not in found]
         return [rng.choice(others) if others and rng.random() < share else block for block in found]
 
-    PrefixCache.on_device = on_device  # type: ignore[method-assign,assignment]
+    patch.setattr(PrefixCache, "on_device", on_device)
 
 
-def plant_load(share: float, rng: random.Random) -> None:
-    """Make loads read the slot beside the right one."""
+def plant_load(share: float, rng: random.Random, patch: pytest.MonkeyPatch) -> None:
     wrong: set[int] = set()
 
     def batch(
@@ -47,11 +72,4 @@ def plant_load(share: float, rng: random.Random) -> None:
         read = [abs(slot - 1) if slot in wrong else slot for slot in slots]
         return layers_batch(source, read, target, blocks, layers)
 
-    loads.layers_batch = batch  # type: ignore[attr-defined,assignment]
-
-
-if __name__ == "__main__":
-    kind, share = sys.argv[1], float(sys.argv[2])
-    {"hit": plant_hit, "load": plant_load}[kind](share, random.Random(1))
-    sys.argv[1:3] = ["serve", "--single-process"]  # the engine in this process
-    main()
+    patch.setattr(loads, "layers_batch", batch)

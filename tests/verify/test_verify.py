@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 import math
 import random
-import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from faulty_server import faulty_server
 from typer.testing import CliRunner
 
-from proof.tiny_models import tiny_model_dir
 from sidestream.cli.app import app
 from sidestream.errors import ConfigError, SidestreamError
 from sidestream.verify import Answer, Ask, Endpoint, Plan, Verdict, compare, verify
@@ -315,23 +311,6 @@ def test_bad_input_names_value_bound_and_remedy() -> None:
         Endpoint("ftp://x")
     with pytest.raises(SidestreamError, match="does not answer"):
         Endpoint("http://127.0.0.1:9")
-
-
-@contextmanager
-def faulty_server(kind: str, share: float, directory: Path) -> Iterator[str]:
-    """URL of `sidestream serve` with the planted fault of `faulty_server.py`, a tiny model and a disk tier."""
-    model = tiny_model_dir("llama", directory / "model", seed=0)
-    tiers = ["--kv-memory", "1MiB", "--offload-host", "2MiB", "--offload-disk", str(directory / "disk")]
-    program = [sys.executable, str(Path(__file__).parent / "faulty_server.py"), kind, str(share)]
-    command = [*program, str(model), "--port", "0", "--threads", "1", "--log-level", "error", *tiers]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        try:
-            assert child.stdout is not None
-            url = re.search(r"http://\S+", child.stdout.readline())
-            assert url is not None
-            yield url[0]
-        finally:
-            child.kill()
 
 
 @pytest.mark.slow
