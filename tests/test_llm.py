@@ -571,10 +571,7 @@ def test_a_closed_model_raises_on_every_call(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("config", "old", "new"),
-    [
-        (EngineConfig, "tail_apart", "separate_tail_chunk"),
-        (SpeculativeConfig, "max_slowdown", "max_draft_slowdown"),
-    ],
+    [(EngineConfig, "tail_apart", "separate_tail_chunk"), (SpeculativeConfig, "max_slowdown", "max_draft_slowdown")],
 )
 def test_the_old_name_of_an_option_gives_its_new_name(config: type, old: str, new: str) -> None:
     with pytest.raises(ConfigError, match=f"^no option {old}: it is {new} now$"):

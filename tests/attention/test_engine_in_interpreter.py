@@ -102,10 +102,7 @@ def kernels_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     own = {
         # The layers with a window take two blocks.
-        "gemma2": {
-            "num_hidden_layers": 3,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
+        "gemma2": {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
         "minicpm3": {"num_key_value_heads": 2},
     }.get(request.param, {})
     return tiny_model_dir(request.param, tmp_path_factory.mktemp(request.param), 3, **{**SMALL, **own})

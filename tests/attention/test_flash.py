@@ -29,14 +29,7 @@ from paged_rig import (
 )
 
 from sidestream.attention.interface import AttentionSpec
-from sidestream.attention.triton import (
-    LONG_TOKENS,
-    ContiguousKV,
-    TritonAttention,
-    flash,
-    launch,
-    paged_attention,
-)
+from sidestream.attention.triton import LONG_TOKENS, ContiguousKV, TritonAttention, flash, launch, paged_attention
 
 pytest.importorskip(
     "triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra"

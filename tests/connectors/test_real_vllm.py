@@ -289,10 +289,7 @@ def test_regions_have_all_bytes_of_a_block_and_no_others(kind: str, layout: str)
     together = interface.UniformTypeKVCacheSpecs(block_size=4, kv_cache_specs=specs)
     groups = {
         "attention": [interface.KVCacheGroupSpec(["a", "b"], attention[0])],
-        "states": [
-            interface.KVCacheGroupSpec(["a", "b"], attention[0]),
-            interface.KVCacheGroupSpec(["c", "d"], state),
-        ],
+        "states": [interface.KVCacheGroupSpec(["a", "b"], attention[0]), interface.KVCacheGroupSpec(["c", "d"], state)],
     }.get(kind, [interface.KVCacheGroupSpec(["a", "b"], together)])
     options = {"get_resolved_kv_cache_layout": lambda: chosen, "prefix_cache_retention_interval": None}
     cache = SimpleNamespace(num_gpu_blocks_override=None, **options)

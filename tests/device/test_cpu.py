@@ -430,9 +430,7 @@ def test_a_compute_stream_adds_no_openmp_threads_to_the_process(device: CpuDevic
     assert counts == [2, 2]
 
 
-def test_the_openmp_threads_of_the_creating_thread_end_before_the_stream_runs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_openmp_threads_of_the_creating_thread_end_before_the_stream_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[tuple[threading.Thread, list[str]]] = []
 
     def end() -> None:

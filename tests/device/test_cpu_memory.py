@@ -205,9 +205,7 @@ def closing(device: CpuDevice) -> threading.Thread:
     return closer
 
 
-def test_close_skips_the_remaining_pages_and_joins_the_touching_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_close_skips_the_remaining_pages_and_joins_the_touching_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel(monkeypatch, chunks_let_through=2)
     device = CpuDevice(compute_threads=1)
     memory = device.allocate("kv", 8 * MIB)

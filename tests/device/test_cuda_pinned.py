@@ -271,9 +271,7 @@ def test_ready_bytes_tells_how_much_memory_is_pinned(monkeypatch: pytest.MonkeyP
     device.close()
 
 
-def test_host_memory_that_does_not_fit_is_refused_counting_earlier_allocations(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_host_memory_that_does_not_fit_is_refused_counting_earlier_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
     device = device_with(monkeypatch, lambda: 100 * PAGE)
     make_chunks_small(monkeypatch)
     pins = Pins(let_through=1)

@@ -80,9 +80,7 @@ def test_the_simplest_sufficient_sampling_graph_gives_the_same_tokens(
     assert set(watched.drawn) == {expected}
 
 
-def test_a_step_samples_in_the_mode_of_its_most_demanding_row(
-    watched: Watched,
-) -> None:
+def test_a_step_samples_in_the_mode_of_its_most_demanding_row(watched: Watched) -> None:
     ways: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 20.0, "top_p": 0.8, "seed": 8},

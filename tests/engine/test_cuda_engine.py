@@ -307,10 +307,7 @@ def test_a_captured_step_waits_for_each_layer_group_still_being_loaded_h5(llama:
 
 
 # Where one of three layers has a window, a page would be too empty: all three stay in the same blocks.
-ONE_OF_THREE = {
-    "num_hidden_layers": 3,
-    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-}
+ONE_OF_THREE = {"num_hidden_layers": 3, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
 
 
 @pytest.mark.usefixtures("few_shapes", "uncompiled")

@@ -95,10 +95,7 @@ def test_a_directory_of_exact_blocks_is_refused_and_the_difference_is_named(mode
 
 @pytest.mark.parametrize(
     ("states", "options", "reason"),
-    [
-        (object(), {}, "the model has recurrent states"),
-        (None, {"tensor_parallel": 2}, "the engine has 2 ranks"),
-    ],
+    [(object(), {}, "the model has recurrent states"), (None, {"tensor_parallel": 2}, "the engine has 2 ranks")],
 )
 def test_kv_that_cannot_be_packed_is_refused_by_name(states: object, options: dict[str, Any], reason: str) -> None:
     layout = KVLayout(1, 1, 16, 16, "bfloat16")

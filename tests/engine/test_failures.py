@@ -262,9 +262,7 @@ class EndlessTokenizer(ToyTokenizer):
         return Endless(text_bytes)
 
 
-def test_an_aborted_sample_gets_its_end_even_if_the_tokenizer_fails(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_aborted_sample_gets_its_end_even_if_the_tokenizer_fails(caplog: pytest.LogCaptureFixture) -> None:
     with serving(tokenizer=EndlessTokenizer()) as rig:
         aborted, other = rig.submit(PROMPT, 60), rig.submit(PROMPT, 60)
         aborted.wait_for_tokens(2)

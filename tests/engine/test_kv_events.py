@@ -439,8 +439,7 @@ def test_an_endpoint_in_use_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "warned"),
-    [("tcp://*:*", True), ("tcp://0.0.0.0:*", True), ("tcp://127.0.0.1:*", False)],
+    ("endpoint", "warned"), [("tcp://*:*", True), ("tcp://0.0.0.0:*", True), ("tcp://127.0.0.1:*", False)]
 )
 def test_an_endpoint_reachable_from_other_machines_logs_a_warning(
     endpoint: str, warned: bool, caplog: pytest.LogCaptureFixture

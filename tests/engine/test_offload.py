@@ -165,9 +165,7 @@ def test_an_engine_restarted_on_its_directory_reuses_blocks_on_disk(tmp_path: Pa
         assert reply.cached.disk == REUSABLE
 
 
-def test_deferred_blocks_are_stored_once_host_memory_is_pinned(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_deferred_blocks_are_stored_once_host_memory_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     slots, pinned = 24, [2]
     monkeypatch.setattr(CpuDevice, "grows", lambda device, memory: memory.name == "host" and pinned[0] < slots)
     monkeypatch.setattr(

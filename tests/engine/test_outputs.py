@@ -141,9 +141,7 @@ def test_a_single_wrong_bit_from_a_tier_changes_the_tokens(tmp_path: Path) -> No
         rig.close()
 
 
-def test_outputs_are_sent_before_blocks_are_published_and_ends_afterwards(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_outputs_are_sent_before_blocks_are_published_and_ends_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Publishing a thousand blocks that came back takes half a millisecond, which is others' time between tokens."""
     happened: list[str] = []
     with serving(blocks=64) as rig:

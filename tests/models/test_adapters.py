@@ -67,11 +67,7 @@ def expected(merged: dict[str, Path]) -> dict[str, tuple[tuple[int, ...], list[f
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"chunk_tokens": 8, "token_budget": 32},
-        {"kv_memory": 24 * 4 * 768},
-    ],
+    [{}, {"chunk_tokens": 8, "token_budget": 32}, {"kv_memory": 24 * 4 * 768}],
     ids=["whole prompts", "chunks", "preemption"],
 )
 def test_rows_of_one_batch_give_the_tokens_of_merged_weights(
@@ -168,11 +164,7 @@ def test_compiled_layers_join_weights_and_adapters(tiny: Path, adapters: dict[st
 
 @pytest.mark.parametrize(
     ("count", "sizes", "columns", "dtype"),
-    [
-        (5, (64, 32, 32), 24, torch.float32),
-        (70, (48, 16), 160, torch.float32),
-        (33, (96,), 16, torch.float16),
-    ],
+    [(5, (64, 32, 32), 24, torch.float32), (70, (48, 16), 160, torch.float32), (33, (96,), 16, torch.float16)],
 )
 def test_the_kernel_adds_the_adapters_of_joined_projections(
     count: int, sizes: tuple[int, ...], columns: int, dtype: torch.dtype
@@ -204,10 +196,7 @@ _numbers = itertools.count()
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is .'lm_head'.*not supported"),
         ({"r": 8}, "the rank of .*_proj is 8, and adapters may have up to 4: raise max_lora_rank"),
-        (
-            {"parts": ("embed_tokens",), "r": 4},
-            "embed_tokens.* cannot have adapters; those that can: down_proj, g",
-        ),
+        ({"parts": ("embed_tokens",), "r": 4}, "embed_tokens.* cannot have adapters; those that can: down_proj, g"),
     ],
 )
 def test_an_adapter_that_is_not_supported_is_refused_by_name(

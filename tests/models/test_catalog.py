@@ -17,16 +17,7 @@ import pytest
 
 from sidestream.errors import ModelError
 from sidestream.models import catalog, load_model
-from sidestream.models.catalog import (
-    MARKER,
-    CatalogModel,
-    Progress,
-    install,
-    is_complete,
-    prepare,
-    prepared,
-    resolve,
-)
+from sidestream.models.catalog import MARKER, CatalogModel, Progress, install, is_complete, prepare, prepared, resolve
 
 pytestmark = pytest.mark.slow
 

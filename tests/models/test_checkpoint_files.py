@@ -67,8 +67,7 @@ def test_more_layers_than_tensors_are_refused_before_layers_are_created(llama: P
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors", "chat_template.jinja"],
+    "name", ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors", "chat_template.jinja"]
 )
 def test_a_pipe_in_place_of_a_file_is_refused(llama: Path, name: str) -> None:
     (llama / name).unlink(missing_ok=True)

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 
 from bench.hybrid import logprobs
 from proof.tiny_models import HYBRIDS, tiny_config, tiny_model_dir

@@ -47,7 +47,7 @@ def test_divided_attention_equals_the_formula(layer: int) -> None:
 def test_a_layer_takes_as_many_layers_of_the_pool_as_its_heads_need() -> None:
     places = divided_heads(SIZES, range(len(SIZES)))
     assert [(place.first, place.count, place.side_by_side) for place in places] == [
-        *((0, 1, 1), (1, 2, 1), (3, 1, 2), (4, 1, 1), (5, 2, 3)),
+        *((0, 1, 1), (1, 2, 1), (3, 1, 2), (4, 1, 1), (5, 2, 3))
     ]
     assert {(place.kv_heads, place.head_dim) for place in places} == {(2, 32)}
 

@@ -254,10 +254,7 @@ def test_a_loaded_model_reports_its_facts(llama: Path) -> None:
             PermissionError(errno.EACCES, "Permission denied"),
             "is not readable for this user: make it readable (chmod +r)",
         ),
-        (
-            OSError(errno.EIO, "Input/output error"),
-            "cannot be read (Input/output error): check the file and its disk",
-        ),
+        (OSError(errno.EIO, "Input/output error"), "cannot be read (Input/output error): check the file and its disk"),
     ],
     ids=["no right", "broken medium"],
 )

@@ -246,10 +246,7 @@ def test_a_slow_load_of_one_block_does_not_prevent_a_long_load(disk_rig: Rig) ->
 
 def test_transfers_update_the_cost_model(disk_rig: Rig) -> None:
     costs = disk_rig.transfers._costs
-    before = (
-        costs.load_seconds({"host": 1}, num_loaded=1),
-        costs.load_seconds({"disk": 1}, num_loaded=1),
-    )
+    before = (costs.load_seconds({"host": 1}, num_loaded=1), costs.load_seconds({"disk": 1}, num_loaded=1))
     disk_rig.clock.step_s = 1e-6
     for name in ("a", "b", "c"):
         disk_rig.on_disk_only(keys(name))
@@ -259,10 +256,7 @@ def test_transfers_update_the_cost_model(disk_rig: Rig) -> None:
         disk_rig.load(keys(name), lease.ids)
         disk_rig.finish("load")
         lease.release()
-    after = (
-        costs.load_seconds({"host": 1}, num_loaded=1),
-        costs.load_seconds({"disk": 1}, num_loaded=1),
-    )
+    after = (costs.load_seconds({"host": 1}, num_loaded=1), costs.load_seconds({"disk": 1}, num_loaded=1))
     assert all(one != other for one, other in zip(before, after, strict=True))
 
 

@@ -10,18 +10,7 @@ from pathlib import Path
 
 import pytest
 import transfer_rig
-from disk_fixtures import (
-    block,
-    entry_of,
-    holds,
-    key,
-    keys,
-    load,
-    open_tier,
-    records,
-    snapshot,
-    store,
-)
+from disk_fixtures import block, entry_of, holds, key, keys, load, open_tier, records, snapshot, store
 
 from sidestream.errors import ConfigError, TierError, TierLost
 from sidestream_kv.offload.tier_io import PAUSE_S

@@ -9,17 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from disk_fixtures import (
-    ENTRY_BYTES,
-    LAYOUT,
-    failing_with,
-    holds,
-    key,
-    keys,
-    open_tier,
-    snapshot,
-    store,
-)
+from disk_fixtures import ENTRY_BYTES, LAYOUT, failing_with, holds, key, keys, open_tier, snapshot, store
 
 from sidestream.errors import ConfigError
 from sidestream_kv.offload.tiers import directory

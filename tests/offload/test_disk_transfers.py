@@ -88,13 +88,7 @@ def test_a_disk_error_leaves_no_entry_pauses_writes_and_is_counted(disk_rig: Rig
         assert key(fault) not in disk_rig.disk.index
         disk_rig.disk.on_write = faults.healthy
         disk_rig.clock.now_s += PAUSE_S * 0.9
-        disk_rig.stored(
-            [
-                key(
-                    "during the pause",
-                )
-            ]
-        )
+        disk_rig.stored([key("during the pause")])
         disk_rig.clock.now_s += PAUSE_S * 0.2
         disk_rig.host.pool.forget_all()
     assert len(disk_rig.disk.index) == 0

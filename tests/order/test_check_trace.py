@@ -427,14 +427,7 @@ def test_an_example_has_a_finding_only_without_its_wait(example: str, drop: str,
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize(("example", "drop", "kind"), EXAMPLE_KINDS)
 def test_an_example_has_the_same_findings_on_a_gpu(example: str, drop: str, kind: str | None) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "sidestream_order.check_trace",
-        "--device",
-        CUDA,
-        str(EXAMPLES / f"{example}.py"),
-    ]
+    command = [sys.executable, "-m", "sidestream_order.check_trace", "--device", CUDA, str(EXAMPLES / f"{example}.py")]
     done = subprocess.run([*command, *(["--drop", drop] if drop else [])], capture_output=True, text=True, check=False)
     # Without a wait, the bytes may really be wrong, and the example says so.
     assert done.returncode == 0 if kind is None else done.returncode in (1, 3), done.stderr

@@ -149,9 +149,7 @@ def test_all_policies_agree_whether_a_program_has_a_race(program: list[Step]) ->
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.booleans(), st.sampled_from("ab")), max_size=25))
-def test_ranges_record_the_same_accesses_as_a_record_per_byte(
-    touches: list[tuple[int, int, bool, str]],
-) -> None:
+def test_ranges_record_the_same_accesses_as_a_record_per_byte(touches: list[tuple[int, int, bool, str]]) -> None:
     shadow, writers, readers = Shadow("kv"), dict[int, Op](), dict[int, dict[str, Op]]()
     for index, (start, stop, write, stream) in enumerate(touches):
         if start >= stop:

@@ -29,10 +29,7 @@ pytestmark = pytest.mark.slow
         ),
         (("--device", "cpu", "store-waits-for-step"), "store-waits-for-step is given without --mutations"),
         (("--device", "cpu", "--mutations", "finish-releases"), "no mutation for a device finish-releases"),
-        (
-            ("--device", "cpu", "--mutations", "--check-order"),
-            "--check-order does not work with --mutations",
-        ),
+        (("--device", "cpu", "--mutations", "--check-order"), "--check-order does not work with --mutations"),
         (("--blocks", "5"), "--blocks is given without --device"),
         (("--check-order",), "--check-order is given without --device"),
         (("--requests", "5"), "--requests is given without --device"),

@@ -193,10 +193,7 @@ def test_kernels_read_and_keep_hidden_states_as_torch_does_h15(seed: int) -> Non
         PackedRows(bounds, numbers, hidden_sources),
         PackedRows(bounds.to(HERE), numbers.to(HERE), hidden_sources.to(HERE)),
     )
-    ours, theirs = (
-        HiddenStates(kv, layout, state, TorchOps()),
-        HiddenStates(there_kv, layout, there, TritonOps()),
-    )
+    ours, theirs = (HiddenStates(kv, layout, state, TorchOps()), HiddenStates(there_kv, layout, there, TritonOps()))
     if not count:
         return
 

@@ -98,10 +98,7 @@ def test_uniform_numbers_fill_the_interval_evenly(axis):
     assert abs(chi_square(observed, np.full(64, DRAWS / 64))) < 4
 
 
-@pytest.mark.parametrize(
-    ("seed_step", "index_step"),
-    [(1, 0), (0, 1), (1, -1), (1, 1), (2, -2), (1 << 32, 0), (0, 7)],
-)
+@pytest.mark.parametrize(("seed_step", "index_step"), [(1, 0), (0, 1), (1, -1), (1, 1), (2, -2), (1 << 32, 0), (0, 7)])
 def test_random_numbers_of_neighbouring_seeds_and_indices_are_independent(seed_step, index_step):
     """Seed s at index i + 1 against seed s + 1 at index i, above all: those are the same number in a counter that only
     adds.

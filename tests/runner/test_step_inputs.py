@@ -303,8 +303,7 @@ def smallest(
     keys: list[GraphKey], decodes: int, chunks: int, tokens: int, drafts: int = 0, together: int = 0
 ) -> GraphKey | None:
     return next(
-        (key for key in keys_that_fit(keys, decodes, chunks, tokens, drafts) if together <= key.all_drafts),
-        None,
+        (key for key in keys_that_fit(keys, decodes, chunks, tokens, drafts) if together <= key.all_drafts), None
     )
 
 

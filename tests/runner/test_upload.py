@@ -53,9 +53,7 @@ def test_an_upload_overwrites_its_whole_target(uploads: Uploads) -> None:
     assert target.tolist() == [0, 1, 2, 3]
 
 
-def test_captured_inputs_are_fetched_from_the_steps_own_region(
-    staging: torch.Tensor,
-) -> None:  # H17
+def test_captured_inputs_are_fetched_from_the_steps_own_region(staging: torch.Tensor) -> None:  # H17
     uploads, target = Uploads(staging=staging, mapped=staging.view(torch.uint8), input_bytes=64), torch.full((4,), -1)
     fetches = uploads.fetches(target)
     for slot, first in ((1, 10), (0, 20)):
@@ -89,9 +87,7 @@ def test_on_a_cpu_uploads_return_the_same_tensor() -> None:
     assert (uploads.numbers([1]).tolist(), uploads.numbers([]).tolist(), target.tolist()) == ([1], [], [0, 1, 2])
 
 
-def test_each_step_in_flight_has_its_own_upload_region(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # H17
+def test_each_step_in_flight_has_its_own_upload_region(monkeypatch: pytest.MonkeyPatch) -> None:  # H17
     device, model, opened = CpuDevice(compute_threads=1), ToyModel(), list[int]()
     memory = device.allocate("kv", 4 * model.layout.block_bytes)
     executor = Executor(device=device, model=model, memory=memory, num_slots=2, attention=TorchAttention())

@@ -28,10 +28,7 @@ from .serving import serving
 
 playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install 'sidestream[dev]'")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")]
 
 WAIT_MS = 60_000
 _QUIET = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync"

@@ -108,10 +108,7 @@ def test_calls_are_enforced(fields: dict[str, Any], right: list[str], wrong: lis
 
 
 def test_arguments_of_a_schema_that_cannot_be_enforced_are_any_object() -> None:
-    loose = {
-        "type": "function",
-        "function": {"name": "f", "parameters": {"type": "object", "not": {"type": "null"}}},
-    }
+    loose = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {"type": "null"}}}}
     assert accepts(asked({"tools": [loose], "tool_choice": "required"}), call("f", '{"y": 2}'))
 
 

@@ -41,9 +41,7 @@ def test_every_second_workload_is_an_ordinary_one() -> None:
     assert any(seed % CANDIDATES for seed in seeds[::2])
 
 
-def test_schedules_share_a_workload_in_twos_and_later_in_eights(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_schedules_share_a_workload_in_twos_and_later_in_eights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(campaign, "SHORT_CAMPAIGN", 6)
     jobs = list(_jobs(0, POLICIES, 26, Coverage(0), first=False))
     assert [len(job.runs) for job in jobs] == [2, 2, 2, 8, 8, 4]

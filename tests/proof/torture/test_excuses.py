@@ -34,11 +34,7 @@ def test_a_sample_of_the_rows_is_right() -> None:
     ],
 )
 def test_a_row_is_wrong_unless_its_test_passes_with_the_rule_and_fails_without_it(
-    with_rule: tuple[str, ...],
-    without: tuple[str, ...],
-    output: str,
-    wrong: str,
-    monkeypatch: pytest.MonkeyPatch,
+    with_rule: tuple[str, ...], without: tuple[str, ...], output: str, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(excuses, "_run_test", lambda row: excuses._Runs(with_rule, without, output))
     row = Equivalent(find("finish-releases"), "made up", noticed_by="kv/test_keys.py::test")

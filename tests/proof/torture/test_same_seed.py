@@ -12,17 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from proof.torture import (
-    POLICIES,
-    Outcome,
-    Reference,
-    Report,
-    Workload,
-    campaign,
-    draw_workload,
-    run_schedule,
-    torture,
-)
+from proof.torture import POLICIES, Outcome, Reference, Report, Workload, campaign, draw_workload, run_schedule, torture
 from sidestream_order.sim import make_policy
 
 pytestmark = pytest.mark.slow
