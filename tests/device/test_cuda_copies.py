@@ -262,18 +262,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return launched
 
 
-@pytest.fixture
-def gpu() -> FakeGpu:
-    return FakeGpu()
-
-
-@pytest.fixture
-def device(gpu: FakeGpu) -> Iterator[CudaDevice]:
-    device = CudaDevice(driver=gpu)  # type: ignore[arg-type]
-    yield device
-    device.close()
-
-
 def parts(stream: CudaStream, copy: CopyBatch, first: int, count: int) -> Iterator[CudaFence]:
     """Submit a prepared copy in two parts."""
     for start, stop in ((0, first), (first, count)):

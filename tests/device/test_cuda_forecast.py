@@ -71,11 +71,6 @@ class Clock:
 
 
 @pytest.fixture
-def gpu() -> FakeGpu:
-    return FakeGpu()
-
-
-@pytest.fixture
 def device(gpu: FakeGpu) -> Iterator[CudaDevice]:
     device = CudaDevice(driver=gpu)  # type: ignore[arg-type]
     yield device

@@ -8,7 +8,7 @@ import random
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -24,18 +24,6 @@ from sidestream_kv.metrics import Metrics, Timeline
 # How long something that must not happen is given to happen. A pass never depends on it, a catch does.
 SILENCE_S = 0.1
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
-
-
-@pytest.fixture
-def gpu() -> FakeGpu:
-    return FakeGpu()
-
-
-@pytest.fixture
-def device(gpu: FakeGpu) -> Iterator[CudaDevice]:
-    device = CudaDevice(driver=gpu)  # type: ignore[arg-type]
-    yield device
-    device.close()
 
 
 def nothing() -> None: ...

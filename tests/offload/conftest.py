@@ -2,6 +2,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from disk_fixtures import keys, open_tier, store
 from transfer_rig import Rig
 
 from sidestream_kv.offload import pacing
@@ -32,6 +33,15 @@ def full_tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[
         holds = rig.host_holds
     for checked in _checked(rig):
         yield checked, holds
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    """The directory of a disk tier that holds three blocks and is closed."""
+    tier = open_tier(tmp_path / "tier")
+    store(tier, *keys(1, 2, 3))
+    tier.close()
+    return tmp_path / "tier"
 
 
 @pytest.fixture

@@ -16,15 +16,6 @@ from sidestream.errors import ConfigError, TierError, TierLost
 from sidestream_kv.offload.tier_io import PAUSE_S
 from sidestream_kv.offload.tiers.disk import DiskTier, Medium
 
-
-@pytest.fixture
-def made(tmp_path: Path) -> Path:
-    tier = open_tier(tmp_path / "tier")
-    store(tier, *keys(1, 2, 3))
-    tier.close()
-    return tmp_path / "tier"
-
-
 # ---------------------------------------------------------------------- whom the directory trusts
 
 

@@ -9,19 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from disk_fixtures import ENTRY_BYTES, LAYOUT, failing_with, holds, key, keys, open_tier, snapshot, store
+from disk_fixtures import ENTRY_BYTES, LAYOUT, failing_with, holds, key, open_tier, snapshot, store
 
 from sidestream.errors import ConfigError
 from sidestream_kv.offload.tiers import directory
 from sidestream_kv.offload.tiers.directory import TierDirectory
-
-
-@pytest.fixture
-def made(tmp_path: Path) -> Path:
-    tier = open_tier(tmp_path / "tier")
-    store(tier, *keys(1, 2, 3))
-    tier.close()
-    return tmp_path / "tier"
 
 
 @pytest.mark.parametrize(

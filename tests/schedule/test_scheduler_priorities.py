@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from plans import promoting, prompt, small_limits, states, steps_until
 from scheduler_world import World
 
@@ -104,27 +105,16 @@ def test_aging_improves_rank_but_preempts_no_request_of_equal_or_better_priority
     assert [request.epoch for request in (talker, equal, lower)] == [0, 0, 0]
 
 
-def test_a_request_aged_above_new_requests_is_not_preempted() -> None:
-    world = World(num_rows=1, num_blocks=32, limits=small_limits(aging_steps=2))
-    world.submit(prompt(3), outputs=8, priority=0)
+@pytest.mark.parametrize(("aging_steps", "outputs", "level"), [(2, 8, -1), (4, 5, 0)])
+def test_a_request_aged_to_equal_or_better_priority_is_not_preempted(
+    aging_steps: int, outputs: int, level: int
+) -> None:
+    world = World(num_rows=1, num_blocks=32, limits=small_limits(aging_steps=aging_steps))
+    world.submit(prompt(3), outputs=outputs, priority=0)
     world.step()
     aged = world.submit(prompt(3, beginning=11), outputs=8, priority=1)
     steps_until(world, lambda: aged.stepped)
-    assert aged.level(2) < 0
-    world.submit(prompt(3, beginning=21), priority=0)
-    for _ in range(3):
-        world.step()
-        assert (aged.state, aged.epoch) == (State.RUNNING, 0)
-    world.run()
-
-
-def test_a_request_aged_to_equal_priority_is_not_preempted() -> None:
-    world = World(num_rows=1, num_blocks=32, limits=small_limits(aging_steps=4))
-    world.submit(prompt(3), outputs=5, priority=0)
-    world.step()
-    aged = world.submit(prompt(3, beginning=11), outputs=8, priority=1)
-    steps_until(world, lambda: aged.stepped)
-    assert aged.level(4) == 0
+    assert max(-1, aged.level(aging_steps)) == level
     world.submit(prompt(3, beginning=21), priority=0)
     for _ in range(3):
         world.step()
