@@ -123,7 +123,9 @@ def paged_attention(
     cap_scale, exponent = _factors(scale, softcap)
     plain = sliding_window is None and softcap is None and slopes is None
     contiguous = batch.contiguous if tokens >= LONG_TOKENS and plain else None
-    done: torch.Tensor | None = None
+    done = (
+        _attend_contiguous(query, out, pool, sinks, whole, batch, contiguous, scale) if whole and contiguous else None
+    )
 
     def attend(
         tile: Tile, grid: tuple[int, ...], rows: range, workspace: SplitKVWorkspace | None, wide_tokens: int
@@ -148,8 +150,6 @@ def paged_attention(
         )  # fmt: skip
 
     if whole:
-        if contiguous is not None:
-            done = _attend_contiguous(query, out, pool, sinks, whole, batch, contiguous, scale)
         attend(tiles.whole, (kv_heads, tokens // (_lines(tiles.whole, group) // group) + len(whole)), whole, None, 0)
     if batch.rows_in_splits and (workspace := batch.workspace):
         for tile, programs, part, wide in _parts_in_splits(batch, tiles, workspace, group=group, kv_heads=kv_heads):
