@@ -24,8 +24,9 @@ def test_every_kernel_compiles_for_hopper() -> None:
         *[*["search_threshold", "sum_weights"] * 2, "keep_typical", *["sample_token"] * 2, "penalise", "mask"] * 3,
         "previous_hidden", "keep_hidden",
         "argmax_of_parts", "argmax_of_maxima", "match_ngram", "take_forced",
-        *["sort_by_expert"] * 2, *["multiply_by_expert"] * 5, "add_by_token", "largest_of_rows", *["add_adapters"] * 3,
-        *["write"] * 3, *["rotate_and_write"] * 3, *["attend"] * 10, *["combine"] * 2,
+        *["sort_by_expert"] * 2, *["multiply_by_expert"] * 13, *["activate"] * 4, "add_by_token",
+        *["largest_of_rows"] * 3, *["add_adapters"] * 3,
+        *["write"] * 3, *["rotate_and_write"] * 3, *["write_latents"] * 2, *["attend"] * 10, *["combine"] * 2,
         *["gather_contiguous"] * 3, "attend_contiguous", "convolve", "recur", "norm", *["solve", "advance"] * 2,
         *["pack_vectors"] * 3,
     ]  # fmt: skip
