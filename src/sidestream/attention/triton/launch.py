@@ -122,10 +122,8 @@ def paged_attention(
         return _attend_invariant(query, pool, out, batch, tiles.short, scale, sliding_window, softcap, sinks, slopes)
     cap_scale, exponent = _factors(scale, softcap)
     plain = sliding_window is None and softcap is None and slopes is None
-    contiguous = batch.contiguous if tokens >= LONG_TOKENS and plain else None
-    done = (
-        _attend_contiguous(query, out, pool, sinks, whole, batch, contiguous, scale) if whole and contiguous else None
-    )
+    contiguous = batch.contiguous if whole and tokens >= LONG_TOKENS and plain else None
+    done = _attend_contiguous(query, out, pool, sinks, whole, batch, contiguous, scale) if contiguous else None
 
     def attend(
         tile: Tile, grid: tuple[int, ...], rows: range, workspace: SplitKVWorkspace | None, wide_tokens: int
