@@ -196,8 +196,9 @@ def test_an_engine_that_loses_a_rank_ends_its_requests_and_the_next_one_answers_
     ("ranks", "kind", "end", "front_ends", "at"),
     [
         (1, "device_lost", "abort", 0, 21),
-        (1, "device_lost", "abort", 2, 23),
-        *((2, "device_lost", "abort", front_ends, 23) for front_ends in (0, 2)),
+        (1, "device_lost", "abort", 2, 22),
+        (2, "device_lost", "abort", 0, 23),
+        (2, "device_lost", "abort", 2, 24),
         *((2, "rank_lost", "error", front_ends, 23) for front_ends in (0, 2)),
     ],
 )
