@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -93,6 +94,27 @@ def garbage_stays(request: pytest.FixtureRequest) -> Iterator[None]:
         if "sidestream.engine.loading" in sys.modules and request.node.get_closest_marker("freezes_gc_heap") is None:
             patch.setattr(sys.modules["sidestream.engine.loading"], "freeze_gc_heap", lambda: lambda: None)
         yield
+
+
+@pytest.fixture
+def products_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Triton's interpreter multiply each row of a matrix the same way, however many rows there are, as a GPU does.
+
+    It calls numpy's matmul, and OpenBLAS chooses the order of its sums by the number of rows on some processors
+    (Haswell, Zen).
+    """
+    if torch.cuda.is_available():
+        return
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+
+    def dot(self: Any, a: Any, b: Any, accumulator: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        total = np.zeros_like(accumulator.data)
+        left, right = (part.data.astype(total.dtype) for part in (a, b))
+        for inner in range(left.shape[-1]):
+            total += left[:, inner, None] * right[inner]
+        return interpreter.TensorHandle(total + accumulator.data, accumulator.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
 # The files that take longest, the longest first.

@@ -203,6 +203,8 @@ def test_captured_forward_passes_give_the_same_answers_as_eager_ones(
         assert batches == []  # nothing ran eagerly
 
 
+@pytest.mark.slow  # an engine whose products are computed row by row
+@pytest.mark.usefixtures("products_row_by_row")
 @pytest.mark.parametrize("model", ["qwen3", "gemma2"], indirect=True)
 def test_an_invariant_request_has_the_same_bits_alone_and_in_any_batch(
     model: Path, batches: list[DeviceBatch], monkeypatch: pytest.MonkeyPatch

@@ -10,7 +10,6 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from paged_rig import (
@@ -312,26 +311,6 @@ def test_the_number_of_programs_changes_no_bit_of_a_split_row(programs: int, mon
 
     for expected, given in zip(usual, attend(rows, shape, launch=launched), strict=True):
         assert torch.equal(expected, given)
-
-
-@pytest.fixture
-def products_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let Triton's interpreter multiply each row of a matrix the same way, however many rows there are, as a GPU does.
-
-    It calls numpy's matmul, and OpenBLAS chooses the order of its sums by the number of rows on some processors
-    (Haswell, Zen).
-    """
-    if ON_GPU:
-        return
-    interpreter = importlib.import_module("triton.runtime.interpreter")
-
-    def dot(self: Any, a: Any, b: Any, accumulator: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
-        total = numpy.zeros_like(accumulator.data)
-        for inner in range(a.data.shape[-1]):
-            total += a.data[:, inner, None] * b.data[inner]
-        return interpreter.TensorHandle(total + accumulator.data, accumulator.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
 @pytest.mark.usefixtures("products_row_by_row")

@@ -13,7 +13,7 @@ pytest.importorskip(
 )
 
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = [pytest.mark.gpu] if HERE == "cuda" else []
+pytestmark = [pytest.mark.usefixtures("products_row_by_row"), *[pytest.mark.gpu] * (HERE == "cuda")]
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (HERE == "cuda")  # Triton's interpreter lacks bfloat16
 SIZES = [(200, 72), (4096, 4096), (12288, 4096), (4096, 24576)] if HERE == "cuda" else [(200, 72), (128, 136)]
 
