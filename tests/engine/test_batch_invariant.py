@@ -41,33 +41,36 @@ def engine(model: Path, **options: Any) -> LLM:
     return LLM(model, **{"device": "cpu", "dtype": "float32", "max_model_len": 256, "compute_threads": 1, **options})
 
 
+def loading_engine(model: Path, **options: Any) -> LLM:
+    llm = engine(model, **options)
+    costs = llm.engine.parts.costs
+    assert costs is not None
+    costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]  # a tiny model computes sooner than it loads
+    return llm
+
+
 def answers(outputs: list[RequestOutput]) -> list[Any]:
     return [(output.token_ids, output.completions[0].logprobs, output.prompt_logprobs) for output in outputs]
 
 
 def alone_and_together(
     model: Path, *, blocks: int, every: int = 1, **options: Any
-) -> tuple[list[Any], list[Any], list[Any]]:
-    """The answers of each request alone in whole chunks; of all at once, cut, preempted and drafted; and of all from
-    host memory.
+) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+    """The answers of each request alone in whole chunks; of all at once, cut, preempted and drafted; of all from host
+    memory; and of all from disk, after a restart.
     """
     prompts, params = PROMPTS[::every], PARAMS[::every]
     with engine(model, prefix_cache=False, **options) as llm:
         alone = [llm.generate([prompt], own)[0] for prompt, own in zip(prompts, params, strict=True)]
-    block_bytes = llm.engine.parts.layout.block_bytes
-    with engine(
-        model,
-        kv_memory=blocks * block_bytes,
-        chunk_tokens=16,
-        max_running=12,
-        separate_tail_chunk=False,
-        offload=OffloadConfig(host="64MiB"),
-        speculative=SpeculativeConfig("ngram", 3, adaptive=False),
-        **options,
-    ) as llm:
-        costs = llm.engine.parts.costs
-        assert costs is not None
-        costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]  # a tiny model computes sooner than it loads
+    options |= {
+        "kv_memory": blocks * llm.engine.parts.layout.block_bytes,
+        "chunk_tokens": 16,
+        "max_running": 12,
+        "separate_tail_chunk": False,
+        "offload": OffloadConfig(host="64MiB", disk=model / "kv"),
+        "speculative": SpeculativeConfig("ngram", 3, adaptive=False),
+    }
+    with loading_engine(model, **options) as llm:
         together = llm.generate(prompts, params)
         assert every > 1 or llm.metrics.value("preemptions_total") > 0
         assert llm.metrics.value("accepted_tokens_total", "ngram") > 0
@@ -75,7 +78,10 @@ def alone_and_together(
         llm.engine.call(llm.engine.parts.blocks.forget_all)
         from_host = llm.generate(prompts, params)
         assert sum(output.cached.host for output in from_host) > 100
-    return answers(alone), answers(together), answers(from_host)
+    with loading_engine(model, **options) as llm:
+        from_disk = llm.generate(prompts, params)
+        assert sum(output.cached.disk for output in from_disk) > 100
+    return answers(alone), answers(together), answers(from_host), answers(from_disk)
 
 
 @pytest.fixture(scope="module")
@@ -101,13 +107,14 @@ def test_a_request_has_the_same_bits_alone_in_a_batch_cut_drafted_and_loaded(
     family: str, dtype: str, options: dict[str, int], tmp_path: Path
 ) -> None:
     model = tiny_model_dir(family, tmp_path, 1)
-    alone, together, from_host = alone_and_together(model, dtype=dtype, batch_invariant=True, **options)
+    alone, together, from_host, from_disk = alone_and_together(model, dtype=dtype, batch_invariant=True, **options)
     assert together == alone
     assert from_host == alone
+    assert from_disk == alone
 
 
 def test_without_the_mode_bits_depend_on_the_batch(llama: Path) -> None:
-    alone, together, from_host = alone_and_together(llama, blocks=10, every=5)
+    alone, together, from_host, _ = alone_and_together(llama, blocks=10, every=5)
     assert sum(a != b for a, b in zip(alone, together, strict=True)) > 3
     assert sum(a != b for a, b in zip(alone, from_host, strict=True)) > 3
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from sidestream.attention.interface import Attended
 
 ROWS = 16
-"""Tokens that a CPU computes at a time. One token takes 1.5 to 2.2 times as long as alone, and prompts take twice as
-long (docs/decisions/0074): fewer rows would be better for the first and worse for the second.
+"""Tokens that a CPU computes at a time. The products of one token take 1.5 to 2.2 times as long as alone, those of a
+prompt twice as long (docs/decisions/0074): fewer rows would be better for the first and worse for the second.
 """
 
 
