@@ -177,10 +177,11 @@ def flat(memory: Memory) -> torch.Tensor:
     """Its bytes in the order of its offsets, on the host."""
     if len(memory.parts) == 1:
         return memory.data.cpu()
-    return torch.stack([part.cpu().view(-1, memory.stripes[0]) for part in memory.parts], 1).reshape(-1)
+    rows = [part.cpu().view(-1, stripe) for part, stripe in zip(memory.parts, memory.stripes, strict=True)]
+    return torch.cat(rows, 1).reshape(-1)
 
 
-@pytest.mark.parametrize("layout", ["flat", "evenly spaced layers", "layers apart"])
+@pytest.mark.parametrize("layout", ["flat", "evenly spaced layers", "layers apart", "unequal layers"])
 @pytest.mark.parametrize("size", [BLOCK, 64 * KIB, 32 * KIB, 4 * KIB, 4099])
 @pytest.mark.parametrize("has_batch", [True, False])
 def test_segments_are_copied_exactly_in_both_directions(
@@ -189,14 +190,18 @@ def test_segments_are_copied_exactly_in_both_directions(
     if not has_batch:
         device.driver.has_batch = False
     count = max(6, min(64, 8 * MIB // size))
-    unit = size if layout == "flat" else max(size // 36, 1) if size == BLOCK else size
+    unit = size if layout in ("flat", "unequal layers") else max(size // 36, 1) if size == BLOCK else size
     parts = BLOCK // unit if size == BLOCK else 4
-    num_bytes = 2 * count * size * (1 if size == BLOCK else parts)
+    num_bytes = 2 * count * size * (1 if size == BLOCK or layout == "unequal layers" else parts)
     kv = filled(device, "kv", num_bytes)
     if layout == "evenly spaced layers":
         kv = split(kv, parts, unit)
     elif layout == "layers apart":
-        kv = Memory("kv apart", tuple(part.clone() for part in kv.data.chunk(parts)), unit)
+        kv = Memory("kv apart", tuple(part.clone() for part in kv.data.chunk(parts)), (unit,) * parts)
+    elif layout == "unequal layers":
+        stripes = (size // 2, size // 4, size // 8, size - size // 2 - size // 4 - size // 8)
+        layers = kv.data.split([2 * count * stripe for stripe in stripes])
+        kv = Memory("kv unequal", tuple(layer.clone() for layer in layers), stripes)
     host = host_of(device, num_bytes)
     torch.cuda.default_stream().synchronize()
     order = np.random.default_rng(0).permutation(num_bytes // size)
