@@ -451,6 +451,26 @@ def test_preemption_and_offload_in_a_small_pool_change_no_answer(
 
 
 @compiles
+@pytest.mark.usefixtures("few_shapes")
+def test_kernels_that_start_early_have_equal_bits_in_every_run(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16, "num_key_value_heads": 8}
+    model = tiny_model_dir("qwen3", tmp_path, 1, **sizes, head_dim=128, initializer_range=0.05)
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=1)
+    options = {"dtype": "bfloat16", "prefix_cache": False}
+
+    def runs(llm: LLM, count: int) -> list[Any]:
+        outputs = [llm.generate([PROMPTS[2]], params)[0].completions[0] for _ in range(count)]
+        return [(output.token_ids, output.logprobs) for output in outputs]
+
+    with engine(model, **options) as llm:
+        eager = runs(llm, 1)[0]
+    with engine(model, **options, **CAPTURED) as llm:
+        captured = runs(llm, 40)
+    assert all(run == captured[0] for run in captured)
+    assert captured[0][1][0].logprob == pytest.approx(eager[1][0].logprob, abs=0.1)
+
+
+@compiles
 @pytest.mark.parametrize(("family", "dtype"), [("qwen3", "bfloat16"), ("qwen3", "float32"), ("gemma3", "bfloat16")])
 def test_a_thousand_invariant_requests_have_the_same_bits_alone_and_together(
     family: str, dtype: str, tmp_path: Path

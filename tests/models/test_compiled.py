@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from sidestream.attention.paged import PagedBatch
 from sidestream.attention.states import StatePool
 from sidestream.engine.warm_up import WarmUpSteps, capture, run_warm_up
 from sidestream.errors import ModelError
-from sidestream.models import PagedModel, compiled, load_model
+from sidestream.models import PagedModel, compiled, few_rows, load_model
 from sidestream.models.compiled import _MergeProducts, compile_layers, compiling, decoder_layers, decompile
 from sidestream.models.invariant import use_invariant_linears
 from sidestream.models.mtp import MtpHead, attach_head
@@ -494,6 +495,35 @@ def test_equal_products_are_merged_and_others_are_not() -> None:
     assert sum(node.target is torch.ops.aten.mm.default for node in module.graph.nodes) == 2
     for got, wanted in zip(module(torch.eye(3), torch.ones(3, 3)), work(torch.eye(3), torch.ones(3, 3)), strict=True):
         assert got.equal(wanted)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "early", "stored", "replaced"),
+    [
+        (torch.bfloat16, True, True, True),
+        (torch.float32, True, True, False),
+        (torch.bfloat16, False, True, False),
+        (torch.bfloat16, True, False, False),
+    ],
+)
+def test_products_with_stored_weights_of_16_bits_are_our_own_on_new_gpus(
+    biased: bool, dtype: torch.dtype, early: bool, stored: bool, replaced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(few_rows, "starts_early", lambda device: early)
+    graph = torch.fx.Graph()
+    bias, states, weight = (graph.placeholder(name) for name in ("bias", "states", "weight"))
+    weight.meta["val"] = SimpleNamespace(is_cuda=True, itemsize=dtype.itemsize, device=torch.device("cuda"))
+    turned = graph.call_function(torch.ops.aten.permute.default, (weight, [1, 0]))
+    other = graph.call_function(torch.ops.aten.neg.default, (turned,))
+    products = torch.ops.aten.addmm if biased else torch.ops.aten.mm
+    given = (states, turned if stored else other)
+    product = graph.call_function(products.default, (bias, *given) if biased else given)
+    graph.output(product)
+    _MergeProducts()(graph)
+    assert (product.target is torch.ops.sidestream.multiply_few.default) == replaced
+    if replaced:
+        assert product.args == (states, weight, bias if biased else None)
 
 
 class _Doubling:

@@ -117,6 +117,13 @@ for dtype, tokens, outputs in ((BF16, 32, 32), (BF16, 64, 64), (FLOAT, 64, 64)):
         adapter_kernels.add_adapters, *[dtype] * 4, *["i32"] * 5,
         COLUMNS=128, CHUNK=128, TOKENS=tokens, OUTPUTS=outputs, PRECISION="ieee",
     )  # fmt: skip
+for row in products._ROW:
+    for whole in (True, False):
+        compiled(
+            product_kernels.multiply_row, *[BF16] * 4, "i32", "i32", overlap=True,
+            BIAS=whole, WHOLE=whole, INPUTS=12288 if whole else 11000, OUTPUTS=row.outputs, CHUNK=row.inputs,
+            STAGES=row.stages, OVERLAP=True,
+        )  # fmt: skip
 for dtype, tiles in ((BF16, products._HALF), (FLOAT, products._FLOAT)):
     for tile, whole in itertools.product(tiles, (True, False)):
         compiled(

@@ -25,7 +25,7 @@ def test_every_kernel_compiles_for_hopper() -> None:
         "previous_hidden", "keep_hidden",
         "argmax_of_parts", "argmax_of_maxima", "match_ngram", "take_forced",
         *["sort_by_expert"] * 2, *["multiply_by_expert"] * 13, *["activate"] * 4, "add_by_token",
-        *["largest_of_rows"] * 3, *["add_adapters"] * 3, *["multiply"] * 8,
+        *["largest_of_rows"] * 3, *["add_adapters"] * 3, *["multiply_row"] * 4, *["multiply"] * 8,
         *["write"] * 3, *["rotate_and_write"] * 3, *["write_latents"] * 2, *["attend"] * 12, *["combine"] * 2,
         *["attend_in_splits", "merge"] * 2,
         *["gather_contiguous"] * 3, "attend_contiguous", "convolve", "recur", "norm", *["solve", "advance"] * 2,

@@ -1,4 +1,6 @@
-"""Products in which the number of rows changes no bit. On a GPU if there is one, else in Triton's interpreter."""
+"""Products of one row, and those in which the number of rows changes no bit. On a GPU if there is one, else in Triton's
+interpreter.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,8 @@ import torch
 from torch.nn.functional import linear
 
 from sidestream.models.invariant import invariant_linear
+from sidestream.ops import products
+from sidestream.ops.products import multiply_few
 
 pytest.importorskip(
     "triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra"
@@ -43,3 +47,25 @@ def test_rows_of_every_length_have_the_bits_of_a_part_of_a_larger_state() -> Non
     assert torch.equal(
         invariant_linear(states[:, 32:64], weight, None), invariant_linear(states[:, 32:64].clone(), weight, None)
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize(("inputs", "outputs"), [*SIZES, (8200, 10)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_one_row_is_multiplied_by_a_kernel_of_its_own(
+    dtype: torch.dtype, inputs: int, outputs: int, biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws = torch.Generator().manual_seed(1)
+    states, weight, bias = (
+        torch.randn(*shape, generator=draws).to(HERE, dtype) for shape in ((3, inputs), (outputs, inputs), (outputs,))
+    )
+    given = bias if biased else None
+    exact = linear(states.double(), weight.double(), None if given is None else given.double())
+    several = multiply_few(states, weight, given)
+    assert torch.equal(several, linear(states, weight, given))
+    monkeypatch.setattr(products, "linear", None)
+    for row in range(3):
+        one = multiply_few(states[row : row + 1], weight, given)
+        torch.testing.assert_close(one.double(), exact[row : row + 1], rtol=torch.finfo(dtype).eps, atol=2e-6 * inputs)
+    column = states[:1].t().contiguous()[:, :1].t()  # its elements may be apart
+    assert torch.equal(multiply_few(column, weight, given), multiply_few(states[:1], weight, given))

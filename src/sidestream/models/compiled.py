@@ -12,7 +12,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch.fx.experimental import _config as symbolic_shapes
 from transformers import AttentionInterface
 
 from sidestream.errors import ModelError
-from sidestream.models import adapter
+from sidestream.models import adapter, few_rows
 from sidestream.models.adapter import PagedModel
 from sidestream.models.experts import use_own_experts
 from sidestream.models.joined import join_adapted, join_projections
@@ -86,7 +85,10 @@ def compile_layers(
     AttentionInterface.register(_OUTSIDE, torch.compiler.disable(adapter.paged_attention_hook))  # type: ignore[no-untyped-call]
     _module(model).config._attn_implementation = _OUTSIDE
     use_own_experts(_module(model), (model.served if isinstance(model, MtpHead) else model.module).dtype)
-    options: Any = {"joint_custom_pre_pass": _MERGE_PRODUCTS} if backend == "inductor" else None
+    # Compiled kernels start before the previous one has ended, and wait before they read what it wrote. So may kernels
+    # behind them, which read their weights until then.
+    options: Any = {"joint_custom_pre_pass": _MERGE_PRODUCTS, "triton.enable_pdl": True}
+    options = options if backend == "inductor" else None
     how = {"dynamic": True, "backend": backend, "options": options}
     rotary = None if isinstance(model, MtpHead) else getattr(model.module.base_model, "rotary_emb", None)
     for (kind, _), parts in _kinds(model).items():
@@ -211,8 +213,8 @@ class _MergeProducts(CustomGraphPass):
     """A graph pass that merges equal matrix products, and what rounds their inputs. torch's own pass does not merge a
     product if the graph returns a view of it. This pass also turns the product of a column and a row (positions times
     frequencies) into an elementwise multiplication, which needs no separate kernel launch. On a GPU, it lets one kernel
-    find the largest of few scores, which torch selects in one kernel and sorts in another one, and lets mixtures of
-    experts add what is added to their output.
+    find the largest of few scores, which torch selects in one kernel and sorts in another one, lets mixtures of experts
+    add what is added to their output, and lets an own kernel multiply a single row.
     """
 
     def __call__(self, graph: torch.fx.Graph) -> None:
@@ -249,10 +251,11 @@ class _MergeProducts(CustomGraphPass):
             if same is not node:
                 node.replace_all_uses_with(same)
                 graph.erase_node(node)
+        few_rows.use_own_products(graph)
 
     def uuid(self) -> Any:
         """Key of this pass in the cache of compiled graphs."""
-        return get_hash_for_files((str(Path(__file__)),))
+        return get_hash_for_files((__file__, few_rows.__file__))
 
 
 def _replace_topk(node: torch.fx.Node) -> None:

@@ -1,11 +1,15 @@
-"""Launches matrix products in which the number of rows changes no bit, on the current stream, without waits."""
+"""Launches own matrix products on the current stream, without waits."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
+
+from sidestream_kv.device.kinds import on_gpu
 
 
 class _Tile(NamedTuple):
@@ -49,3 +53,46 @@ def multiply(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         INPUTS=tile.inputs, GROUP=_GROUP, PRECISION="ieee", num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return result
+
+
+class _RowTile(NamedTuple):
+    """Shape of a program for one row, for weights with at least `least` inputs."""
+
+    least: int
+    outputs: int
+    inputs: int
+    stages: int
+
+
+_ROW = (_RowTile(8192, 8, 1024, 2), _RowTile(0, 4, 2048, 1))
+
+
+def multiply_few(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """As `torch.nn.functional.linear` of `states` [rows, inputs]. One row is multiplied by a kernel that reads the
+    weight faster than cuBLAS, and begins to read it before the previous kernel has ended (docs/decisions/0077).
+    """
+    if len(states) != 1 or weight.stride(1) != 1:
+        return linear(states, weight, bias)
+    import triton
+
+    from sidestream.ops.product_kernels import multiply_row
+
+    outputs, inputs = weight.shape
+    tile = next(tile for tile in _ROW if inputs >= tile.least)
+    chunk = min(tile.inputs, triton.next_power_of_2(inputs))
+    result, overlap = states.new_empty(1, outputs), starts_early(states.device)
+    grid: Any = multiply_row[(triton.cdiv(outputs, tile.outputs),)]
+    grid(
+        states if states.stride(1) == 1 else states.contiguous(), weight, weight if bias is None else bias, result,
+        outputs, weight.stride(0),
+        BIAS=bias is not None, WHOLE=inputs % chunk == 0 and outputs % tile.outputs == 0, INPUTS=inputs,
+        OUTPUTS=tile.outputs, CHUNK=chunk, STAGES=tile.stages, OVERLAP=overlap, num_warps=4,
+        **({"launch_pdl": True} if overlap else {}),
+    )  # fmt: skip
+    return result
+
+
+@functools.cache
+def starts_early(device: torch.device) -> bool:
+    """Whether kernels of this device may start before the previous one has ended: Hopper and later GPUs."""
+    return on_gpu(device) and torch.cuda.get_device_capability(device) >= (9, 0)

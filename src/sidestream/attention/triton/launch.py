@@ -28,7 +28,7 @@ from sidestream.attention.triton.workspace import (
     Tiles,
 )
 from sidestream.errors import ConfigError, InvariantError
-from sidestream_kv.device.kinds import on_gpu
+from sidestream.ops.products import starts_early
 from sidestream_kv.kv.layout import AttentionChunk
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -409,7 +409,7 @@ class _Overlap(NamedTuple):
 @functools.cache
 def _overlap(device: torch.device) -> _Overlap:
     """On for Hopper and later GPUs; off for older GPUs and in Triton's interpreter."""
-    on = on_gpu(device) and torch.cuda.get_device_capability(device) >= (9, 0)
+    on = starts_early(device)
     return _Overlap(on, {"OVERLAP": on, "launch_pdl": True} if on else {"OVERLAP": False})
 
 
