@@ -22,7 +22,7 @@ from sidestream.attention.states import DraftInputs, StatePool
 from sidestream.config import most_prompt_logits
 from sidestream.errors import DeviceLost, InvariantError
 from sidestream.grammar.token_grammar import Masks
-from sidestream.ops import Ops, TorchOps
+from sidestream.ops import Ops
 from sidestream.runner.accesses import StepAccesses
 from sidestream.runner.forward import Forward, ForwardModel, ForwardOutput
 from sidestream.runner.graphs import CapturedStep, Graphs, Tell
@@ -422,7 +422,7 @@ class Executor:
     ) -> None:
         """Until `capture` is called, every step runs eagerly."""
         self._device, self._model = device, model
-        ops = TorchOps() if ops is None else ops
+        ops = Ops() if ops is None else ops
         self._clock = device.now
         self._stream = device.stream("compute")
         self._gate_stream: Stream | None = None
