@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from sidestream.attention.interface import AttentionBatch
-from sidestream.attention.states import StateBatch
 from sidestream.config import EngineConfig
 from sidestream.engine.build import build_follower
 from sidestream.errors import DeviceLost
@@ -25,7 +24,6 @@ from sidestream.ranks.follower import Follower
 from sidestream.ranks.leader import KNOWN_S, Ranks
 from sidestream.ranks.messages import ToLeader, ToRank
 from sidestream.runner.executor import Executor
-from sidestream.runner.forward import Left
 from sidestream.speculate import Context, Proposer
 from sidestream_kv.device.base import Device, HostThread, Memory, WakeUp
 from sidestream_kv.device.channel import Channel
@@ -171,28 +169,9 @@ class RankToy:
         self.eos_token_ids: tuple[int, ...] = inner.eos_token_ids
 
     def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        batch: AttentionBatch,
-        logit_rows: Tensor,
-        *,
-        states: StateBatch | None = None,
+        self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, logit_rows: Tensor, **more: Any
     ) -> Tensor:
-        return self._joined(self._inner.forward(tokens, positions, batch, logit_rows, states=states))
-
-    def forward_with_hidden(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        batch: AttentionBatch,
-        logit_rows: Tensor,
-        *,
-        left: Left,
-        states: StateBatch | None = None,
-    ) -> Tensor:
-        logits = self._inner.forward_with_hidden(tokens, positions, batch, logit_rows, left=left, states=states)
-        return self._joined(logits)
+        return self._joined(self._inner.forward(tokens, positions, batch, logit_rows, **more))
 
     def _joined(self, logits: Tensor) -> Tensor:
         drawn = logits.argmax(-1)

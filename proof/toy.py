@@ -114,30 +114,19 @@ class ToyModel:
         logit_rows: torch.Tensor,
         *,
         states: StateBatch | None = None,
+        left: Left | None = None,
     ) -> torch.Tensor:
-        """See `ForwardModel.forward`. `states` is supported on the host only."""
+        """See `ForwardModel.forward`; `states` and `left` on the host only. The hidden state of a token is one number
+        that depends on all KV up to the token. The number is repeated `hidden_size` times, which fills one layer of a
+        block.
+        """
         self._advance_states(tokens, states)
         if isinstance(batch, DeviceBatch):
             return self._forward_on_device(tokens, positions, batch, logit_rows)
-        return self._logits(batch, logit_rows, self._run_layers(tokens, positions, batch))
-
-    def forward_with_hidden(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        batch: AttentionBatch,
-        logit_rows: torch.Tensor,
-        *,
-        left: Left,
-        states: StateBatch | None = None,
-    ) -> torch.Tensor:
-        """See `ForwardModel.forward_with_hidden`. The hidden state of a token is one number that depends on all KV up
-        to the token. The number is repeated `hidden_size` times, which fills one layer of a block.
-        """
-        self._advance_states(tokens, states)
         mixed = self._run_layers(tokens, positions, batch)
-        numbers = [[float(self.hidden(self._seen_at(batch, index, mixed)))] for index in range(len(tokens))]
-        left(torch.tensor(numbers).expand(-1, self.hidden_size))
+        if left is not None:
+            numbers = [[float(self.hidden(self._seen_at(batch, index, mixed)))] for index in range(len(tokens))]
+            left(torch.tensor(numbers).expand(-1, self.hidden_size))
         return self._logits(batch, logit_rows, mixed)
 
     def hidden(self, seen: npt.NDArray[np.int64]) -> int:
