@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from sidestream.client.beam_search import BeamSearch, run_search
+from sidestream.client.front_end import FrontEnd
 from sidestream.config import SamplingParams
 from sidestream.errors import EngineStopped, InvariantError, SidestreamError
 from sidestream.formats import (
@@ -27,7 +28,6 @@ from sidestream.formats import (
     message_of,
 )
 from sidestream.server.anthropic_messages import MessagesReply, count_tokens, parse_messages
-from sidestream.server.backend import Backend
 from sidestream.server.body import EVENT_STREAM, BodyReader, JsonResponse, Served, to_json
 from sidestream.server.cache_explanation import FORGOTTEN, as_json
 from sidestream.server.cache_fields import SESSION_HEADER
@@ -107,7 +107,7 @@ class Completions:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: FrontEnd,
         bodies: BodyReader,
         text: TextWork,
         handle: Handle,
@@ -439,7 +439,7 @@ def _timeout_s(headers: Headers, record: RequestRecord) -> float | None:
 
 
 async def generate_all(
-    backend: Backend,
+    backend: FrontEnd,
     call: Call,
     record: RequestRecord,
     emit: Emit,
@@ -496,7 +496,7 @@ async def generate_all(
         record.explanations["cache_explanation"] = found[0] if len(found) == 1 else found
 
 
-async def _explained(backend: Backend, name: str, prompt: Sequence[int], level: str) -> Json:
+async def _explained(backend: FrontEnd, name: str, prompt: Sequence[int], level: str) -> Json:
     """The explanation of one prompt. A failure costs the explanation, not the answer."""
     try:
         found = await backend.explain_cache(name)
@@ -505,7 +505,9 @@ async def _explained(backend: Backend, name: str, prompt: Sequence[int], level: 
     return as_json(found, prompt, backend.tokenizer, text=level == "text")
 
 
-def _deltas_of(backend: Backend, call: Call, prompt: tuple[int, ...], request_name: str) -> AsyncGenerator[Delta, None]:
+def _deltas_of(
+    backend: FrontEnd, call: Call, prompt: tuple[int, ...], request_name: str
+) -> AsyncGenerator[Delta, None]:
     """The deltas of the samples of one prompt; with a beam search, of its answers, which are complete."""
 
     def generate(ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Delta, None]:
