@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Protocol
 
@@ -333,6 +334,7 @@ class NoTiers:
         return None
 
 
+@dataclass(frozen=True, eq=False)
 class TierLoads:
     """Decides between loading, promoting from disk and computing, and handles the ends of loads and promotions.
 
@@ -346,14 +348,11 @@ class TierLoads:
     divides   whether a part of a prefix can be loaded; not if recurrent states are needed, which are at its end
     """
 
-    def __init__(
-        self, limits: Limits, *, view: TierView, queues: RequestQueues, max_running: int, divides: bool
-    ) -> None:
-        self._divides = divides
-        self._limits = limits
-        self._view = view
-        self._queues = queues
-        self._max_running = max_running
+    _limits: Limits
+    _view: TierView
+    _queues: RequestQueues
+    _max_running: int
+    divides: bool
 
     # ------------------------------------------------------------------ decisions
 
@@ -407,7 +406,7 @@ class TierLoads:
         """Number of leading blocks that a request should wait for, some of them in tiers slower than host memory; 0: it
         should not wait.
         """
-        if not self._divides:  # rule: checkpoint-is-loaded-with-its-whole-prefix
+        if not self.divides:  # rule: checkpoint-is-loaded-with-its-whole-prefix
             return len(sources) if self._view.worth_loading(sources, num_partial=num_partial) else 0
         count = self._view.head(sources, num_partial=num_partial)
         return count if count > self.num_in_host(sources) else 0
