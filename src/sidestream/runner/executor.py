@@ -151,7 +151,7 @@ class LaunchedStep:
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class StepTracing:
     """Declares to the device's tracer which memory each step reads and writes. Does nothing without a tracer.
 

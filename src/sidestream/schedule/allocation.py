@@ -58,7 +58,7 @@ class Reuse:
         return len(self.keys) - self.num_loads
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ReuseFinder:
     """Looks for reusable blocks on the device and in tiers. Changes nothing."""
 
@@ -158,7 +158,7 @@ class ReuseFinder:
         return Reuse(hits[:count], count, keys, sources, known, num_partial)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Allocator:
     """Takes and releases the leases of request slots and blocks. No other part of the scheduler does this.
 

@@ -97,7 +97,7 @@ class StepBuilder:
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class PrefillPlanner:
     """Adds a request's next chunk to a step.
 
@@ -474,7 +474,7 @@ class Preemption:
         self.count += 1
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class DecodePlanner:
     """Adds the decode rows of a step. `plan` is hot code: it handles every running request in every step.
 

@@ -334,7 +334,7 @@ class NoTiers:
         return None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class TierLoads:
     """Decides between loading, promoting from disk and computing, and handles the ends of loads and promotions.
 

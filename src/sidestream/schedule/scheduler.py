@@ -69,7 +69,7 @@ class Committed:
     invalidated: tuple[Key, ...]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Committer:
     """Applies the results of steps that have ended. `commit` is hot code: it handles every row of every step.
 
