@@ -745,24 +745,20 @@ class SamplingParams:
                 option.check(name, value)
         for name, low, high in (("min_tokens", 0, 1 << 31), ("n", 1, 128)):
             _whole(name, getattr(self, name), low, high)
-        if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1, 1 << 31)
-            if self.min_tokens > self.max_tokens:
-                raise RequestRejected(
-                    f"min_tokens is {self.min_tokens}: it must not exceed max_tokens ({self.max_tokens})",
-                    param="min_tokens",
-                )
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), 0, 20)
-        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
-            _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 1 << 31)
-        if self.thinking_token_budget is not None:
-            _whole("thinking_token_budget", self.thinking_token_budget, 0, 1 << 31)
-        if self.max_drafts is not None:
-            _whole("max_drafts", self.max_drafts, 0, MOST_DRAFTS)
-        if self.seed is not None:
-            _whole("seed", self.seed, -(1 << 63), (1 << 63) - 1)
+        for name, low, high, unchecked in (
+            ("max_tokens", 1, 1 << 31, None),
+            ("logprobs", 0, 20, None),
+            ("prompt_logprobs", 0, 20, None),
+            ("truncate_prompt_tokens", 1, 1 << 31, -1),
+            ("thinking_token_budget", 0, 1 << 31, None),
+            ("max_drafts", 0, MOST_DRAFTS, None),
+            ("seed", -(1 << 63), (1 << 63) - 1, None),
+        ):
+            if (value := getattr(self, name)) is not None and value != unchecked:
+                _whole(name, value, low, high)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            reason = f"min_tokens is {self.min_tokens}: it must not exceed max_tokens ({self.max_tokens})"
+            raise RequestRejected(reason, param="min_tokens")
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         if not all(isinstance(s, str) for s in self.stop):

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -102,35 +103,21 @@ def _detokenize(body: bytes, *, tokenizer: TokenizerLike, served: Served) -> byt
     return to_json({"prompt": tokenizer.decode(token_ids, skip_special_tokens=False)})
 
 
+@dataclass(eq=False)
 class Completions:
     """The endpoint of one API: chat, completions, messages or responses."""
 
-    def __init__(
-        self,
-        backend: FrontEnd,
-        bodies: BodyReader,
-        text: TextWork,
-        handle: Handle,
-        stopping: CallbackEvent,
-        model_name: str,
-        api: Api | Literal["messages", "responses"],
-        store: ResponseStore,
-        breaks: EarlyBreaks,
-        hints: CacheHints,
-        *,
-        explains: str,
-    ) -> None:
-        self._backend = backend
-        self._hints = hints
-        self._breaks = breaks
-        self._explains = explains
-        self._bodies = bodies
-        self._text = text
-        self._handle = handle
-        self._stopping = stopping
-        self._model_name = model_name
-        self._api = api
-        self._store = store
+    _backend: FrontEnd
+    _bodies: BodyReader
+    _text: TextWork
+    _handle: Handle
+    _stopping: CallbackEvent
+    _model_name: str
+    _api: Api | Literal["messages", "responses"]
+    _store: ResponseStore
+    _breaks: EarlyBreaks
+    _hints: CacheHints
+    explains: str
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read, validate, generate, reply, until the request's deadline. RequestMiddleware replies to failures."""
@@ -155,7 +142,7 @@ class Completions:
             call = dataclasses.replace(call, params=self._hints.with_session(call.params, headers))
         record.request_id, record.params = call.request_id or record.request_id, call.params
         if call.explain_cache or _asks_for_explanation(headers):
-            record.explains = "text" if has_admin_key(scope) else self._explains
+            record.explains = "text" if has_admin_key(scope) else self.explains
             if record.explains == "off":
                 message = "explanations are off: start the server with --explain-cache blocks, or leave this out"
                 raise ApiError(403, message, kind="permission_error", param="explain_cache", code="explanations_off")
