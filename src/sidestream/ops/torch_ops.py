@@ -29,9 +29,8 @@ _WORD_BITS = 32
 
 
 class Ops:
-    """The operations, in torch; `TritonOps` has each of them as a kernel. An operation enqueues work on the current
-    stream. The docstring of a method names the arguments that it overwrites, if any, and says where it reads device
-    values on the host; the kernels read none.
+    """The operations, in torch; `TritonOps` has each of them as a kernel. They enqueue work on the current stream. Some
+    read device values on the host, which kernels never do. A docstring names the arguments that its method overwrites.
     """
 
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,7 +47,7 @@ class Ops:
     ) -> Tensor:
         """Drafts `[R, count]` by prompt lookup: the tokens that follow the longest earlier occurrence of a row's last
         tokens. Such an occurrence has `shortest` to `longest` tokens. history int32 `[S, width]`; slots and lengths
-        `[R]`. Reads `[R, width]` numbers once for each suffix length.
+        `[R]`.
         """
         history, lengths = history[slots], lengths[:, None]
         width = history.shape[1]
@@ -179,8 +178,6 @@ class Ops:
         in_prompt       bool `[S, V]`: whether the token is in the prompt
         drafted         `[N, K]`: the drafts before each row of logits, padded with -1. The penalties count them as
                         output tokens
-
-        The host reads device values.
         """
         rules = SamplingTensors(sampling)
         logits = logits.float()
@@ -222,21 +219,13 @@ class Ops:
         slots            `[N]`
         output_indices   `[N]`: number of the request's outputs before this token
         typical          some row has `typical_p` below 1; False: the option is not read
-
-        The host reads device values.
         """
         rules = SamplingTensors(sampling)
         tokens, finite = self.argmax(logits)
         random_rows = (finite & (rules["temperature"][slots] > 0)).nonzero().squeeze(1)
         if len(random_rows):
-            all_rows = len(random_rows) == len(tokens)
-            drawn = _draw_random(
-                logits if all_rows else logits[random_rows],
-                slots[random_rows],
-                output_indices[random_rows],
-                rules,
-                typical=typical,
-            )
+            chosen = logits if len(random_rows) == len(tokens) else logits[random_rows]
+            drawn = _draw_random(chosen, slots[random_rows], output_indices[random_rows], rules, typical=typical)
             tokens = tokens.index_copy(0, random_rows, drawn)
         return tokens, finite
 
