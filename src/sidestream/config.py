@@ -293,23 +293,22 @@ class EngineConfig:
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("auto", "float32", "float16", "bfloat16"):
-            raise ConfigError(unknown_name("dtype", str(self.dtype), ("auto", "float32", "float16", "bfloat16")))
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ConfigError(unknown_name("kv_cache_dtype", str(self.kv_cache_dtype), KV_CACHE_DTYPES))
+        for name, known in (
+            ("dtype", ("auto", "float32", "float16", "bfloat16")),
+            ("kv_cache_dtype", KV_CACHE_DTYPES),
+            ("device", ("auto", "cpu", "cuda")),
+            ("generation_config", ("auto", "none")),
+        ):
+            if (value := getattr(self, name)) not in known:
+                raise ConfigError(unknown_name(name, str(value), known))
         if self.kv_cache_dtype != "auto" and self.speculative is not None and self.speculative.proposer == "mtp":
             raise ConfigError(
                 f"kv_cache_dtype is {self.kv_cache_dtype}, but the proposer is mtp, which keeps hidden states in "
                 "blocks of KV: choose another proposer, or leave kv_cache_dtype out"
             )
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise ConfigError(unknown_name("device", str(self.device), ("auto", "cpu", "cuda")))
-        if self.generation_config not in ("auto", "none"):
-            raise ConfigError(unknown_name("generation_config", str(self.generation_config), ("auto", "none")))
-        if self.kv_memory is not None:
-            parse_bytes(self.kv_memory, option="kv_memory")
-        if self.state_memory is not None:
-            parse_bytes(self.state_memory, option="state_memory")
+        for name in ("kv_memory", "state_memory"):
+            if (size := getattr(self, name)) is not None:
+                parse_bytes(size, option=name)
         for name in ("state_interval", "max_loras"):
             _at_least(name, getattr(self, name), 0)
         for name in ("max_waiting", "tensor_parallel", "max_lora_rank"):
