@@ -20,7 +20,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -386,6 +386,23 @@ def _advance(inputs: torch.Tensor, states: States) -> torch.Tensor:
             outputs[row, index, 0] = number
         state[row, -1] = number
     return outputs
+
+
+class Wrapped:
+    """What a model around a toy model, `inner`, takes from it."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.layout: KVLayout = inner.layout
+        self.state_layout: StateLayout | None = inner.state_layout
+        self.adapters = None
+        self.needs_chunk_lengths: bool = inner.needs_chunk_lengths
+        self.padding_token: int | None = inner.padding_token
+        self.vocab_size: int = inner.vocab_size
+        self.num_heads: int = inner.num_heads
+        self.hidden_size: int = inner.hidden_size
+        self.max_model_len: int = inner.max_model_len
+        self.eos_token_ids: tuple[int, ...] = inner.eos_token_ids
 
 
 @dataclass(frozen=True, slots=True)

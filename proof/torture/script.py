@@ -20,13 +20,11 @@ import torch
 from proof.disk_slots import DiskSlots
 from proof.faults import failure_of
 from proof.torture.workload import DAMAGE, Fault, Operation, Workload
-from proof.toy import paged_layer
+from proof.toy import Wrapped, paged_layer
 from sidestream.attention.interface import AttentionBatch
 from sidestream.engine.build_plan import block_layout
 from sidestream.errors import DeviceLost, InvariantError, TierCorrupt, TierError, TierFull
 from sidestream_kv.device.base import CopyBatch, Memory
-from sidestream_kv.kv.layout import KVLayout
-from sidestream_kv.kv.state_layout import StateLayout
 from sidestream_kv.offload.tiers.base import Block, TierStreams
 from sidestream_kv.offload.tiers.disk import DiskTier, entry_bytes
 from sidestream_kv.offload.tiers.index import Entry, TierIndex, WriteGrant
@@ -120,25 +118,15 @@ class ScriptedDevice(SimDevice):
         return faulty
 
 
-class ScriptedModel:
+class ScriptedModel(Wrapped):
     """A model whose forward pass fails as the workload says. `weights` is the version of the weights. It is added to
     each input token, so it changes all outputs.
     """
 
     def __init__(self, inner: Any, device: ScriptedDevice | None = None) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._device = device
         self.weights = 0
-        self.layout: KVLayout = inner.layout
-        self.state_layout: StateLayout | None = inner.state_layout
-        self.adapters = None
-        self.needs_chunk_lengths: bool = inner.needs_chunk_lengths
-        self.padding_token: int | None = inner.padding_token
-        self.vocab_size: int = inner.vocab_size
-        self.num_heads: int = inner.num_heads
-        self.hidden_size: int = inner.hidden_size
-        self.max_model_len: int = inner.max_model_len
-        self.eos_token_ids: tuple[int, ...] = inner.eos_token_ids
 
     @property
     def fingerprint(self) -> str:
