@@ -15,8 +15,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from proof.toy import Wrapped
 from sidestream.attention.interface import AttentionBatch
-from sidestream.attention.states import StateBatch
 from sidestream.config import EngineConfig
 from sidestream.engine.build import build_follower
 from sidestream.errors import DeviceLost
@@ -25,12 +25,9 @@ from sidestream.ranks.follower import Follower
 from sidestream.ranks.leader import KNOWN_S, Ranks
 from sidestream.ranks.messages import ToLeader, ToRank
 from sidestream.runner.executor import Executor
-from sidestream.runner.forward import Left
 from sidestream.speculate import Context, Proposer
 from sidestream_kv.device.base import Device, HostThread, Memory, WakeUp
 from sidestream_kv.device.channel import Channel
-from sidestream_kv.kv.layout import KVLayout
-from sidestream_kv.kv.state_layout import StateLayout
 from sidestream_kv.offload.tiers.base import PersistentTier
 from sidestream_kv.types import Fence, Key
 from sidestream_order.sim import SimDevice, SimStream
@@ -151,48 +148,19 @@ class MeetingGroup:
         """See `Group`."""
 
 
-class RankToy:
+class RankToy(Wrapped):
     """One rank's share of a toy model. Each rank computes the next token from its own KV. If the ranks' tokens differ,
     all ranks get a wrong token, so the output is correct only if the KV of every rank is.
     """
 
     def __init__(self, inner: Any, group: MeetingGroup) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._group = group
-        self.layout: KVLayout = inner.layout
-        self.state_layout: StateLayout | None = inner.state_layout
-        self.adapters = None
-        self.needs_chunk_lengths: bool = inner.needs_chunk_lengths
-        self.padding_token: int | None = inner.padding_token
-        self.vocab_size: int = inner.vocab_size
-        self.num_heads: int = inner.num_heads
-        self.hidden_size: int = inner.hidden_size
-        self.max_model_len: int = inner.max_model_len
-        self.eos_token_ids: tuple[int, ...] = inner.eos_token_ids
 
     def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        batch: AttentionBatch,
-        logit_rows: Tensor,
-        *,
-        states: StateBatch | None = None,
+        self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, logit_rows: Tensor, **more: Any
     ) -> Tensor:
-        return self._joined(self._inner.forward(tokens, positions, batch, logit_rows, states=states))
-
-    def forward_with_hidden(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        batch: AttentionBatch,
-        logit_rows: Tensor,
-        *,
-        left: Left,
-        states: StateBatch | None = None,
-    ) -> Tensor:
-        logits = self._inner.forward_with_hidden(tokens, positions, batch, logit_rows, left=left, states=states)
-        return self._joined(logits)
+        return self._joined(self._inner.forward(tokens, positions, batch, logit_rows, **more))
 
     def _joined(self, logits: Tensor) -> Tensor:
         drawn = logits.argmax(-1)

@@ -19,7 +19,30 @@ from typing import Any
 _PATIENCE_S = 20.0
 
 
-class ValkeyServer:
+class _Server:
+    """A server of one process."""
+
+    process: subprocess.Popen[bytes]
+
+    def stall(self) -> None:
+        """Stop the process, which keeps its connections."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """End a stall."""
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End the process at once, with all that it holds."""
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        """End the process. Idempotent."""
+        self.kill()
+
+
+class ValkeyServer(_Server):
     """A Valkey or Redis server that keeps nothing on disk. Its URL is `url`.
 
     options   further options of the command, such as `("--maxmemory", "8mb")`
@@ -60,19 +83,6 @@ class ValkeyServer:
         import redis
 
         return redis.Redis.from_url(self.url)
-
-    def stall(self) -> None:
-        """Stop the process, which keeps its connections."""
-        self.process.send_signal(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        """End a stall."""
-        self.process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        """End the process at once, with all that it holds."""
-        self.process.kill()
-        self.process.wait()
 
     def close(self) -> None:
         """End the process and remove its directory. Idempotent."""
@@ -122,7 +132,7 @@ class MooncakeServer:
                 process.stdout.close()
 
 
-class S3Server:
+class S3Server(_Server):
     """A server with the API of Amazon S3 (moto), and a bucket in it. It keeps nothing on disk."""
 
     def __init__(self, bucket: str = "kv-cache") -> None:
@@ -176,19 +186,6 @@ class S3Server:
             secret_access_key="testing",
             client_options={"allow_http": True},
         )
-
-    def stall(self) -> None:
-        """Stop the process, which keeps its connections."""
-        self.process.send_signal(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        """End a stall."""
-        self.process.send_signal(signal.SIGCONT)
-
-    def close(self) -> None:
-        """End the process. Idempotent."""
-        self.process.kill()
-        self.process.wait()
 
 
 _LENDER = """

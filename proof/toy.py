@@ -20,7 +20,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -114,30 +114,19 @@ class ToyModel:
         logit_rows: torch.Tensor,
         *,
         states: StateBatch | None = None,
+        left: Left | None = None,
     ) -> torch.Tensor:
-        """See `ForwardModel.forward`. `states` is supported on the host only."""
+        """See `ForwardModel.forward`; `states` and `left` on the host only. The hidden state of a token is one number
+        that depends on all KV up to the token. The number is repeated `hidden_size` times, which fills one layer of a
+        block.
+        """
         self._advance_states(tokens, states)
         if isinstance(batch, DeviceBatch):
             return self._forward_on_device(tokens, positions, batch, logit_rows)
-        return self._logits(batch, logit_rows, self._run_layers(tokens, positions, batch))
-
-    def forward_with_hidden(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        batch: AttentionBatch,
-        logit_rows: torch.Tensor,
-        *,
-        left: Left,
-        states: StateBatch | None = None,
-    ) -> torch.Tensor:
-        """See `ForwardModel.forward_with_hidden`. The hidden state of a token is one number that depends on all KV up
-        to the token. The number is repeated `hidden_size` times, which fills one layer of a block.
-        """
-        self._advance_states(tokens, states)
         mixed = self._run_layers(tokens, positions, batch)
-        numbers = [[float(self.hidden(self._seen_at(batch, index, mixed)))] for index in range(len(tokens))]
-        left(torch.tensor(numbers).expand(-1, self.hidden_size))
+        if left is not None:
+            numbers = [[float(self.hidden(self._seen_at(batch, index, mixed)))] for index in range(len(tokens))]
+            left(torch.tensor(numbers).expand(-1, self.hidden_size))
         return self._logits(batch, logit_rows, mixed)
 
     def hidden(self, seen: npt.NDArray[np.int64]) -> int:
@@ -397,6 +386,23 @@ def _advance(inputs: torch.Tensor, states: States) -> torch.Tensor:
             outputs[row, index, 0] = number
         state[row, -1] = number
     return outputs
+
+
+class Wrapped:
+    """What a model around a toy model, `inner`, takes from it."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.layout: KVLayout = inner.layout
+        self.state_layout: StateLayout | None = inner.state_layout
+        self.adapters = None
+        self.needs_chunk_lengths: bool = inner.needs_chunk_lengths
+        self.padding_token: int | None = inner.padding_token
+        self.vocab_size: int = inner.vocab_size
+        self.num_heads: int = inner.num_heads
+        self.hidden_size: int = inner.hidden_size
+        self.max_model_len: int = inner.max_model_len
+        self.eos_token_ids: tuple[int, ...] = inner.eos_token_ids
 
 
 @dataclass(frozen=True, slots=True)

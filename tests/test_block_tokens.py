@@ -32,7 +32,7 @@ def test_sizes_are_checked_against_default_block_tokens_before_loading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "torch_device", lambda name: torch.device("cuda", 0))
-    monkeypatch.setattr(loading, "load_model", None)  # a call of it fails
+    monkeypatch.setattr(loading, "load_for", None)  # a call of it fails
     directory = tiny_model_dir("qwen3_next", tmp_path, 1)
     with pytest.raises(ConfigError, match=r"chunk_tokens is 96: it must be a multiple of block_tokens \(64\)"):
         LLM(directory, chunk_tokens=96)

@@ -194,7 +194,7 @@ EQUIVALENT_MUTANTS: tuple[EquivalentMutant, ...] = (
     ),
     EquivalentMutant(
         "auto:engine.loop:WeightUpdates.apply:operand:0",
-        "if not self._announced or self._scheduler.num_begun: → if self._scheduler.num_begun:",
+        "if not self._announced or parts.scheduler.num_begun: → if parts.scheduler.num_begun:",
         "without an announced update, no admission is paused, and the rest changes nothing",
     ),
 )

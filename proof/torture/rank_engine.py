@@ -17,8 +17,7 @@ from proof.torture.rank_program import Meddling, meddle
 from sidestream.config import EngineConfig, SpeculativeConfig
 from sidestream.engine import Engine, build_engine
 from sidestream.errors import ConfigError, DeviceLost
-from sidestream.models import load_model
-from sidestream.models.loader import cache_parts
+from sidestream.models.loader import cache_parts, load_for
 from sidestream.ranks.worker_pool import RankProcesses, check_ranks
 from sidestream_kv.config import OffloadConfig, unknown_name
 from sidestream_kv.device.choice import torch_device
@@ -134,14 +133,7 @@ def rank_engine(
 
 def _build(model: str, config: EngineConfig, processes: RankProcesses, meddling: Meddling) -> Engine:
     group, ranks = processes.group, processes.transport.ranks
-    loaded = load_model(
-        model,
-        dtype=config.dtype,
-        block_tokens=config.block_tokens,
-        device=torch_device(config.device),
-        max_model_len=config.max_model_len,
-        group=group,
-    )
+    loaded = load_for(model, config, device=torch_device(config.device), group=group)
     with contextlib.ExitStack() as undo:
         device = open_device(config.device)
         undo.callback(device.close)

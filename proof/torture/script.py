@@ -20,15 +20,11 @@ import torch
 from proof.disk_slots import DiskSlots
 from proof.faults import failure_of
 from proof.torture.workload import DAMAGE, Fault, Operation, Workload
-from proof.toy import paged_layer
+from proof.toy import Wrapped, paged_layer
 from sidestream.attention.interface import AttentionBatch
-from sidestream.attention.states import StateBatch
 from sidestream.engine.build_plan import block_layout
 from sidestream.errors import DeviceLost, InvariantError, TierCorrupt, TierError, TierFull
-from sidestream.runner.forward import Left
 from sidestream_kv.device.base import CopyBatch, Memory
-from sidestream_kv.kv.layout import KVLayout
-from sidestream_kv.kv.state_layout import StateLayout
 from sidestream_kv.offload.tiers.base import Block, TierStreams
 from sidestream_kv.offload.tiers.disk import DiskTier, entry_bytes
 from sidestream_kv.offload.tiers.index import Entry, TierIndex, WriteGrant
@@ -122,25 +118,15 @@ class ScriptedDevice(SimDevice):
         return faulty
 
 
-class ScriptedModel:
+class ScriptedModel(Wrapped):
     """A model whose forward pass fails as the workload says. `weights` is the version of the weights. It is added to
     each input token, so it changes all outputs.
     """
 
     def __init__(self, inner: Any, device: ScriptedDevice | None = None) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._device = device
         self.weights = 0
-        self.layout: KVLayout = inner.layout
-        self.state_layout: StateLayout | None = inner.state_layout
-        self.adapters = None
-        self.needs_chunk_lengths: bool = inner.needs_chunk_lengths
-        self.padding_token: int | None = inner.padding_token
-        self.vocab_size: int = inner.vocab_size
-        self.num_heads: int = inner.num_heads
-        self.hidden_size: int = inner.hidden_size
-        self.max_model_len: int = inner.max_model_len
-        self.eos_token_ids: tuple[int, ...] = inner.eos_token_ids
 
     @property
     def fingerprint(self) -> str:
@@ -157,56 +143,13 @@ class ScriptedModel:
         positions: torch.Tensor,
         batch: AttentionBatch,
         logit_rows: torch.Tensor,
-        *,
-        states: StateBatch | None = None,
+        **more: Any,
     ) -> torch.Tensor:
-        forward = self._inner.forward if states is None else functools.partial(self._inner.forward, states=states)
-        return self._forward(forward, tokens, positions, batch, logit_rows)
-
-    def forward_with_hidden(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        batch: AttentionBatch,
-        logit_rows: torch.Tensor,
-        *,
-        left: Left,
-        states: StateBatch | None = None,
-    ) -> torch.Tensor:
-        forward = functools.partial(self._inner.forward_with_hidden, left=left)
-        if states is not None:
-            forward = functools.partial(forward, states=states)
-        return self._forward(forward, tokens, positions, batch, logit_rows)
-
-    def hidden_after(self, tokens: Sequence[int]) -> int:
-        """See `ToyModel.hidden_after`, with the current weights."""
-        hidden: int = self._inner.hidden_after([(token + self.weights) % self.vocab_size for token in tokens])
-        return hidden
-
-    def state_after(self, tokens: Sequence[int]) -> int:
-        """See `StatefulToyModel.state_after`, with the current weights."""
-        state: int = self._inner.state_after([(token + self.weights) % self.vocab_size for token in tokens])
-        return state
-
-    def next_token(self, tokens: Sequence[int]) -> int:
-        """The most likely token after `tokens`, with the current weights. See `ToyModel.expected`."""
-        (token,) = self._inner.expected([(token + self.weights) % self.vocab_size for token in tokens], 1)
-        return int(token)
-
-    def _forward(
-        self,
-        forward: Callable[..., Any],
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        batch: AttentionBatch,
-        logit_rows: torch.Tensor,
-    ) -> torch.Tensor:
-        """The result of `forward`."""
         given: list[torch.Tensor] = []
         seen = (tokens + self.weights) % self.vocab_size if self.weights else tokens
 
         def proceed() -> None:
-            given.append(forward(seen, positions, batch, logit_rows))
+            given.append(self._inner.forward(seen, positions, batch, logit_rows, **more))
 
         if self._device is None:
             proceed()
@@ -230,6 +173,21 @@ class ScriptedModel:
                 slots = paged.slot_mapping[paged.cu_seqlens_q[row] : last + 1]
                 paged.kv[slots // size, index, :, slots % size] = -1.0
         return given[0]
+
+    def hidden_after(self, tokens: Sequence[int]) -> int:
+        """See `ToyModel.hidden_after`, with the current weights."""
+        hidden: int = self._inner.hidden_after([(token + self.weights) % self.vocab_size for token in tokens])
+        return hidden
+
+    def state_after(self, tokens: Sequence[int]) -> int:
+        """See `StatefulToyModel.state_after`, with the current weights."""
+        state: int = self._inner.state_after([(token + self.weights) % self.vocab_size for token in tokens])
+        return state
+
+    def next_token(self, tokens: Sequence[int]) -> int:
+        """The most likely token after `tokens`, with the current weights. See `ToyModel.expected`."""
+        (token,) = self._inner.expected([(token + self.weights) % self.vocab_size for token in tokens], 1)
+        return int(token)
 
 
 class ScriptedTier:

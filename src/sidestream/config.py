@@ -293,23 +293,22 @@ class EngineConfig:
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("auto", "float32", "float16", "bfloat16"):
-            raise ConfigError(unknown_name("dtype", str(self.dtype), ("auto", "float32", "float16", "bfloat16")))
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ConfigError(unknown_name("kv_cache_dtype", str(self.kv_cache_dtype), KV_CACHE_DTYPES))
+        for name, known in (
+            ("dtype", ("auto", "float32", "float16", "bfloat16")),
+            ("kv_cache_dtype", KV_CACHE_DTYPES),
+            ("device", ("auto", "cpu", "cuda")),
+            ("generation_config", ("auto", "none")),
+        ):
+            if (value := getattr(self, name)) not in known:
+                raise ConfigError(unknown_name(name, str(value), known))
         if self.kv_cache_dtype != "auto" and self.speculative is not None and self.speculative.proposer == "mtp":
             raise ConfigError(
                 f"kv_cache_dtype is {self.kv_cache_dtype}, but the proposer is mtp, which keeps hidden states in "
                 "blocks of KV: choose another proposer, or leave kv_cache_dtype out"
             )
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise ConfigError(unknown_name("device", str(self.device), ("auto", "cpu", "cuda")))
-        if self.generation_config not in ("auto", "none"):
-            raise ConfigError(unknown_name("generation_config", str(self.generation_config), ("auto", "none")))
-        if self.kv_memory is not None:
-            parse_bytes(self.kv_memory, option="kv_memory")
-        if self.state_memory is not None:
-            parse_bytes(self.state_memory, option="state_memory")
+        for name in ("kv_memory", "state_memory"):
+            if (size := getattr(self, name)) is not None:
+                parse_bytes(size, option=name)
         for name in ("state_interval", "max_loras"):
             _at_least(name, getattr(self, name), 0)
         for name in ("max_waiting", "tensor_parallel", "max_lora_rank"):
@@ -745,24 +744,20 @@ class SamplingParams:
                 option.check(name, value)
         for name, low, high in (("min_tokens", 0, 1 << 31), ("n", 1, 128)):
             _whole(name, getattr(self, name), low, high)
-        if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1, 1 << 31)
-            if self.min_tokens > self.max_tokens:
-                raise RequestRejected(
-                    f"min_tokens is {self.min_tokens}: it must not exceed max_tokens ({self.max_tokens})",
-                    param="min_tokens",
-                )
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), 0, 20)
-        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
-            _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 1 << 31)
-        if self.thinking_token_budget is not None:
-            _whole("thinking_token_budget", self.thinking_token_budget, 0, 1 << 31)
-        if self.max_drafts is not None:
-            _whole("max_drafts", self.max_drafts, 0, MOST_DRAFTS)
-        if self.seed is not None:
-            _whole("seed", self.seed, -(1 << 63), (1 << 63) - 1)
+        for name, low, high, unchecked in (
+            ("max_tokens", 1, 1 << 31, None),
+            ("logprobs", 0, 20, None),
+            ("prompt_logprobs", 0, 20, None),
+            ("truncate_prompt_tokens", 1, 1 << 31, -1),
+            ("thinking_token_budget", 0, 1 << 31, None),
+            ("max_drafts", 0, MOST_DRAFTS, None),
+            ("seed", -(1 << 63), (1 << 63) - 1, None),
+        ):
+            if (value := getattr(self, name)) is not None and value != unchecked:
+                _whole(name, value, low, high)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            reason = f"min_tokens is {self.min_tokens}: it must not exceed max_tokens ({self.max_tokens})"
+            raise RequestRejected(reason, param="min_tokens")
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         if not all(isinstance(s, str) for s in self.stop):

@@ -35,6 +35,7 @@ _ELSEWHERE = {
     "sidestream.offload.checksums": "sidestream_kv.offload.tiers.stack",
     "sidestream.offload.costs": "sidestream_kv.offload.loads",
     "sidestream.offload.tiers.registry": "sidestream_kv.offload.tiers.stack",
+    "sidestream.ops.registry": "sidestream.ops",
     "sidestream.ops.torch_sampling": "sidestream.ops.torch_ops",
     "sidestream.runner.upload": "sidestream.runner.state",
     "sidestream.schedule.validation": "sidestream.schedule.limits",

@@ -21,8 +21,7 @@ from sidestream.engine.warm_up import WarmUpSteps
 from sidestream.models import loader
 from sidestream.models.invariant import InvariantLinear, use_invariant_linears
 from sidestream.models.rotary import RotatingAttention, rotate_in_attention
-from sidestream.ops import Ops, TorchOps
-from sidestream.ops.registry import select_ops
+from sidestream.ops import Ops, select_ops
 from sidestream.runner.executor import Executor
 from sidestream.runner.step_inputs import SHORT_TOKENS, GraphKey
 from sidestream.speculate.proposer import DraftModelProposer, MtpProposer
@@ -47,7 +46,7 @@ def _modules(model: Any) -> Any:
     return model.module.modules()
 
 
-OPS: dict[int, Ops] = {0: TorchOps()}
+OPS: dict[int, Ops] = {0: Ops()}
 """The operations of engines that are built."""
 
 

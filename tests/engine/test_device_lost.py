@@ -99,13 +99,13 @@ class Slow(ToyModel):
         self.fault: BaseException | None = None
 
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, logit_rows: torch.Tensor
+        self, tokens: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, logit_rows: torch.Tensor, **more: Any
     ) -> torch.Tensor:  # type: ignore[override]
         assert self.gate.wait(PATIENCE_S)
         fault, self.fault = self.fault, None
         if fault is not None:
             raise fault
-        return super().forward(tokens, positions, batch, logit_rows)
+        return super().forward(tokens, positions, batch, logit_rows, **more)
 
 
 def start(device: CpuDevice, model: ToyModel, directory: Path) -> Engine:

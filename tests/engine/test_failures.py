@@ -38,9 +38,9 @@ class PoisonedModel(ToyModel):
         self.when_poisoned = when_poisoned
 
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, logit_rows: torch.Tensor
+        self, tokens: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, logit_rows: torch.Tensor, **more: Any
     ) -> torch.Tensor:
-        logits = super().forward(tokens, positions, batch, logit_rows)
+        logits = super().forward(tokens, positions, batch, logit_rows, **more)
         spans = zip(batch.cu_seqlens_q, batch.cu_seqlens_q[1:], strict=False)
         poisoned = [stop - 1 for start, stop in spans if POISON in tokens[start:stop].tolist()]
         if poisoned:
@@ -170,9 +170,14 @@ def test_non_finite_logits_during_decode_end_the_answer_there() -> None:
 
     class LaterNan(ToyModel):
         def forward(
-            self, tokens: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, logit_rows: torch.Tensor
+            self,
+            tokens: torch.Tensor,
+            positions: torch.Tensor,
+            batch: PagedBatch,
+            logit_rows: torch.Tensor,
+            **more: Any,
         ) -> torch.Tensor:
-            logits = super().forward(tokens, positions, batch, logit_rows)
+            logits = super().forward(tokens, positions, batch, logit_rows, **more)
             if int(positions[-1]) == len(PROMPT) + 2:
                 poisoned.append(1)
                 logits.fill_(float("nan"))

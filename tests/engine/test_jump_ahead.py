@@ -16,7 +16,7 @@ from proof.tiny_models import tiny_model_dir
 from proof.toy import ToyDraftHead, ToyModel, ToyProposer
 from proof.toy_grammar import ToyGrammar, ToyGrammars
 from sidestream import LLM, SamplingParams, SpeculativeConfig, StructuredOutputs
-from sidestream.ops import TorchOps
+from sidestream.ops import Ops
 from sidestream.runner.state import DecodeState
 from sidestream.types import Forced
 
@@ -119,7 +119,7 @@ def test_a_step_with_forced_drafts_alone_does_not_wait_for_its_pass() -> None:
 
 
 def test_without_forced_tokens_no_step_has_drafts_or_another_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind, name in ((TorchOps, "take_forced"), (DecodeState, "force")):
+    for kind, name in ((Ops, "take_forced"), (DecodeState, "force")):
         monkeypatch.setattr(kind, name, lambda *_: pytest.fail("it was called"))
     with jumping(SpeculativeConfig("grammar", max_drafts=3)) as rig:
         asked = prompts(5, 4)

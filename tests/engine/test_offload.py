@@ -414,9 +414,14 @@ def test_a_step_error_caused_by_a_failed_load_does_not_end_the_request(failing_l
 
     class Choking(ToyModel):
         def forward(
-            self, tokens: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, logit_rows: torch.Tensor
+            self,
+            tokens: torch.Tensor,
+            positions: torch.Tensor,
+            batch: PagedBatch,
+            logit_rows: torch.Tensor,
+            **more: Any,
         ) -> torch.Tensor:
-            logits = super().forward(tokens, positions, batch, logit_rows)
+            logits = super().forward(tokens, positions, batch, logit_rows, **more)
             if failing_loads.failed == 1 and not choked:  # the first step behind the load
                 choked.append(int(positions[0]))
                 raise RuntimeError("injected: rubbish in the cache")

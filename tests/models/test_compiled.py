@@ -184,7 +184,7 @@ def test_batches_of_another_kind_cause_no_compilation_p3(tmp_path: Path) -> None
 
     def every(given: PagedBatch) -> None:
         told: list[torch.Tensor] = []
-        model.forward_with_hidden(tokens, tokens.clone(), given, tokens[-1:], left=told.append)
+        model.forward(tokens, tokens.clone(), given, tokens[-1:], left=told.append)
         (hidden,) = told
         head.write_kv(tokens, hidden, tokens.clone(), given)
         head.step(tokens, hidden, tokens.clone(), given)

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from sidestream.ops import TorchOps
+from sidestream.ops import Ops
 from sidestream.types import Forced
 
 pytest.importorskip(
@@ -33,7 +33,7 @@ def test_argmax_takes_the_lowest_id_and_marks_rows_that_are_not_finite(dtype: to
             logits[4, : width - 1] = -torch.inf
 
             tokens, finite = TritonOps().argmax(logits.to(HERE))
-            wanted, wanted_finite = TorchOps().argmax(logits)
+            wanted, wanted_finite = Ops().argmax(logits)
 
             assert (tokens.tolist(), finite.tolist()) == (wanted.tolist(), wanted_finite.tolist())
             assert wanted_finite.tolist() == [False, False, True, False, True, True]
@@ -54,7 +54,7 @@ def test_ngram_finds_the_longest_earlier_occurrence(longest: int, shortest: int)
         rows = torch.tensor(rng.sample(range(7), 4))
         lengths = torch.tensor([1, 2, width, rng.randint(1, width)])
 
-        wanted = TorchOps().match_ngram(history[:, :-1], rows, lengths, 5, longest=longest, shortest=shortest)
+        wanted = Ops().match_ngram(history[:, :-1], rows, lengths, 5, longest=longest, shortest=shortest)
         got = TritonOps().match_ngram(
             history.to(HERE)[:, :-1], rows.to(HERE), lengths.to(HERE), 5, longest=longest, shortest=shortest
         )
@@ -82,7 +82,7 @@ def test_forced_tokens_replace_the_drafts_behind_their_own_beginning() -> None:
             known = Forced(start, tuple(tokens[:size])).after(history[slot, :length].tolist())[:count]
             wanted[row][: len(known)] = known
 
-        for ops, here in ((TorchOps(), "cpu"), (TritonOps(), HERE)):
+        for ops, here in ((Ops(), "cpu"), (TritonOps(), HERE)):
             got = drafts.to(here).clone()
             ops.take_forced(got, forced.to(here), history.to(here)[:, :-1], rows.to(here), lengths.to(here))
             assert got.tolist() == wanted, (seed, type(ops).__name__)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sidestream.ops import TorchOps
+from sidestream.ops import Ops
 from sidestream.ops.torch_ops import LARGEST, SMALLEST, UNIT, _filter, keep_typical
 from sidestream.runner.state import DecodeState
 from sidestream.types import RowStart
@@ -115,7 +115,7 @@ def test_rows_sample_the_tokens_that_their_options_allow(
         rows = torch.tensor([*range(count), *reversed(range(count)), *[here.padding_slot] * 4])
         indices = torch.randint(0, 1000, (len(rows),), generator=generator)
 
-        wanted, wanted_finite = TorchOps().draw(logits, rows, indices, here.rules.numbers, typical=True)
+        wanted, wanted_finite = Ops().draw(logits, rows, indices, here.rules.numbers, typical=True)
         moved = logits.to(HERE)
         tokens, finite = triton_ops.TritonOps().draw(
             moved, rows.to(HERE), indices.to(HERE), there.rules.numbers, typical=True
@@ -128,7 +128,7 @@ def test_rows_sample_the_tokens_that_their_options_allow(
                 different += 1
                 assert between(logits, place, row, here, [drawn[place], expected]) < 1e-5, (place, row)
         assert different <= 1
-        assert tokens[-4:].tolist() == TorchOps().argmax(logits)[0][-4:].tolist()  # of padding
+        assert tokens[-4:].tolist() == Ops().argmax(logits)[0][-4:].tolist()  # of padding
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_filters_keep_so_many_and_no_other(asked: dict[str, object], kept: int, 
     if typical:
         likeliest_first = likeliest_first[1:]  # of three, the second has the logarithm that is nearest to the mean
     assert set(tokens.tolist()) == set(likeliest_first[:kept])
-    assert tokens.tolist() == TorchOps().draw(logits, rows, indices, here.rules.numbers, typical=typical)[0].tolist()
+    assert tokens.tolist() == Ops().draw(logits, rows, indices, here.rules.numbers, typical=typical)[0].tolist()
 
 
 def test_a_vocabulary_of_more_tiles_than_a_row_has_parts() -> None:
@@ -176,7 +176,7 @@ def test_a_vocabulary_of_more_tiles_than_a_row_has_parts() -> None:
     moved = logits.to(HERE)
     tokens, _ = triton_ops.TritonOps().draw(moved, rows.to(HERE), indices.to(HERE), there.rules.numbers)
 
-    for row, expected in enumerate(TorchOps().draw(logits, rows, indices, here.rules.numbers)[0].tolist()):
+    for row, expected in enumerate(Ops().draw(logits, rows, indices, here.rules.numbers)[0].tolist()):
         assert tokens[row] == expected or between(logits, row, row, here, [int(tokens[row]), expected]) < 1e-5
 
 
@@ -192,7 +192,7 @@ def test_masks(width: int, stride: int, dtype: torch.dtype) -> None:
         for token in range(width):
             if not words[token // 32] >> token % 32 & 1:
                 wanted[row, token] = -torch.inf
-    for ops, device in ((TorchOps(), torch.device("cpu")), (triton_ops.TritonOps(), HERE)):
+    for ops, device in ((Ops(), torch.device("cpu")), (triton_ops.TritonOps(), HERE)):
         masked = torch.empty_strided(logits.shape, logits.stride(), dtype=dtype, device=device).copy_(logits)
         ops.mask(masked, rows.to(device), masks.to(device))
         assert torch.equal(masked.cpu(), wanted)
@@ -214,7 +214,7 @@ def test_penalties(width: int, stride: int, drafted: bool) -> None:
             got = triton_ops.TritonOps().penalise(
                 moved, rows.to(HERE), there.rules.numbers, *there.seen_tables(), drafts
             )
-            wanted = TorchOps().penalise(logits.clone(), rows, here.rules.numbers, *here.seen_tables(), before)
+            wanted = Ops().penalise(logits.clone(), rows, here.rules.numbers, *here.seen_tables(), before)
 
             assert wanted.dtype == got.dtype == torch.float32
             torch.testing.assert_close(got.cpu(), wanted, rtol=1e-6, atol=1e-6)

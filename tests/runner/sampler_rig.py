@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sidestream.ops import TorchOps
+from sidestream.ops import Ops
 from sidestream.runner.sampler import SamplerOutput, SamplingMode, draw_tokens
 from sidestream.runner.state import DecodeState
 
@@ -26,7 +26,7 @@ def sample(
         torch.tensor([*slots], dtype=torch.int64),
         torch.tensor([*output_indices], dtype=torch.int64),
         state,
-        TorchOps(),
+        Ops(),
         mode=SamplingMode.HOST,
         options=[state.sampling_of(slot) for slot in slots],
         drafted=drafted,
@@ -36,7 +36,7 @@ def sample(
 def commit(state: DecodeState, slots: Sequence[int], tokens: Tensor) -> None:
     """Advance each slot by one token, as a step without drafts does."""
     rows = torch.arange(len(slots))
-    TorchOps().advance(
+    Ops().advance(
         tokens,
         torch.zeros_like(rows),
         None,

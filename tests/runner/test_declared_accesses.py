@@ -44,7 +44,7 @@ def declared(rows: tuple[RowPlan, ...], *, gated: bool) -> list[Access]:
     stream: Any = SimpleNamespace(touch=lambda accesses: found.extend(accesses()))
     lengths = torch.tensor([row.min_start for row in rows])
     state: Any = SimpleNamespace(lengths=lengths)
-    tracing = StepTracing(stream, "kv", LAYOUT, scratch=None, region=None, state=state, state_pool=None, on=True)
+    tracing = StepTracing(stream, "kv", LAYOUT, None, None, None, state, None, True)
     tracing.at_start(BatchPlan(rows, any(row.drafts for row in rows)), gated=gated)
     return found
 

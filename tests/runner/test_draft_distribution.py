@@ -11,7 +11,7 @@ from sampler_rig import sample
 from torch import Tensor
 
 from sidestream.config import SamplingParams
-from sidestream.ops import TorchOps
+from sidestream.ops import Ops
 from sidestream.runner.forward import ForwardOutput, Proposed
 from sidestream.runner.sampler import Sampler, SamplingMode
 from sidestream.runner.state import DecodeState
@@ -42,7 +42,7 @@ def plain(first_seed: int) -> Tensor:
 def drafted(first_seed: int, *, guess: torch.Generator) -> tuple[Tensor, float]:
     """The same by steps that draft, and the share of drafts that was right."""
     state = rows(first_seed)
-    sampler = Sampler(state, TorchOps())
+    sampler = Sampler(state, Ops())
     plan = (RowPlan(row, row, 0, 0, LENGTH + 2 * MOST, None, (0,), True, 0, drafts=MOST) for row in range(ROWS))
     batch = BatchPlan(tuple(plan), speculates=True)
     sizes = InputSizes.of(batch)

@@ -13,7 +13,6 @@ from proof.toy import ToyDraftHead, ToyModel, ToyProposer
 from sidestream.attention.paged import TorchAttention
 from sidestream.engine.warm_up import GREEDY
 from sidestream.runner.executor import Executor
-from sidestream.runner.forward import Left
 from sidestream.runner.step_inputs import GraphKey
 from sidestream.speculate import StepTokens
 from sidestream.types import BatchPlan, RowPlan, RowStart
@@ -34,10 +33,10 @@ class Rig:
         self.happened: list[str] = []
         self.shown: list[list[float]] = []
         self.loads: Stream = self.device.stream("loads")
-        forward, follow = self.model.forward_with_hidden, self.proposer.follow
+        forward, follow = self.model.forward, self.proposer.follow
 
-        def computed(*given: Any, left: Left) -> torch.Tensor:
-            logits = forward(*given, left=left)
+        def computed(*given: Any, **more: Any) -> torch.Tensor:
+            logits = forward(*given, **more)
             self.happened.append("model")
             return logits
 
@@ -47,7 +46,7 @@ class Rig:
             self.shown.append(shown.before[:, 0].tolist())
             follow(shown)
 
-        self.model.forward_with_hidden = computed  # type: ignore[method-assign, assignment]
+        self.model.forward = computed  # type: ignore[method-assign]
         self.proposer.follow = followed  # type: ignore[method-assign]
         self.executor = Executor(
             device=self.device,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sidestream.config import SamplingParams
-from sidestream.ops import TorchOps
+from sidestream.ops import Ops
 from sidestream.runner.forward import ForwardOutput, Proposed
 from sidestream.runner.sampler import Sampler, SamplingMode, draw_tokens
 from sidestream.runner.state import DecodeState
@@ -127,7 +127,7 @@ def sample_row_by_row(
                 torch.tensor([row.slot]),
                 torch.tensor([position + 1 - prompt_len(row.slot)]),
                 state,
-                TorchOps(),
+                Ops(),
                 mode=SamplingMode.HOST,
                 options=[option],
                 drafted=torch.tensor([drafts[:before]], dtype=torch.int64) if before else None,
@@ -178,7 +178,7 @@ def test_a_step_samples_and_advances_each_row_as_it_would_alone_h19_h18(
         # Penalties after drafts are not captured: then the sampler is given the rows.
         by_host = not captured or (mode is SamplingMode.PENALISED and drafts > 0)
         used = SamplingMode.HOST if not captured and seed % 3 == 0 else mode
-        drawn, lengths = Sampler(state, TorchOps()).sample(inputs, given, used, batch if by_host else None)
+        drawn, lengths = Sampler(state, Ops()).sample(inputs, given, used, batch if by_host else None)
 
         assert drawn.tokens[: len(tokens)].tolist() == tokens
         assert drawn.finite[: len(tokens)].tolist() == finite

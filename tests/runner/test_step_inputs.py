@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sidestream.config import SamplingParams
-from sidestream.ops import TorchOps
+from sidestream.ops import Ops
 from sidestream.ops.interface import FROM_SLOT, ResolvedInputs
 from sidestream.runner.state import DecodeState, Uploads
 from sidestream.runner.step_inputs import (
@@ -103,7 +103,7 @@ class Host:
         inside = len(changes.indices) <= sizes.rows
         if not inside:
             indices, block_ids = (torch.from_numpy(part) for part in changes)
-            TorchOps().update_block_tables(indices, block_ids, self.state.block_tables)
+            Ops().update_block_tables(indices, block_ids, self.state.block_tables)
         numbers = torch.from_numpy(
             pack(
                 batch,
@@ -120,11 +120,11 @@ class Host:
         else:
             into.buffer.copy_(numbers)
             inputs = into
-        TorchOps().update_block_tables(inputs.table_indices, inputs.block_ids, self.state.block_tables)
+        Ops().update_block_tables(inputs.table_indices, inputs.block_ids, self.state.block_tables)
         return inputs
 
     def resolve(self, inputs: StepInputs, drafts: torch.Tensor | None = None) -> ResolvedInputs:
-        return TorchOps().resolve_inputs(
+        return Ops().resolve_inputs(
             inputs.tokens,
             inputs.positions,
             inputs.token_slots,

@@ -482,10 +482,10 @@ class Decoding:
         self.pool = FencedPool("states", num_states)
         self.cache = StateCache(
             Limits(SIZE, 16, 18),
-            region=StateRegion(STATES, LAYOUT.block_bytes, 64, num_states),
-            states=self.pool,
-            slots=FencedPool("rows", 1),
-            tiers=SimTiers(),
+            self.pool,
+            StateRegion(STATES, LAYOUT.block_bytes, 64, num_states),
+            FencedPool("rows", 1),
+            SimTiers(),
         )
         self.states, _ = self.cache.start(None, stop=0, loads=False)
         ids, _ = self.cache.plan(self.states, 0, 5, checkpoint=False)

@@ -161,7 +161,7 @@ def test_the_head_of_a_prefix_is_loaded_and_its_tail_computed() -> None:
 def test_a_prefix_with_recurrent_state_is_loaded_whole_or_not_at_all() -> None:
     view, limits = SimTiers(), Limits(block_tokens=4, chunk_tokens=8, token_budget=10)
     view.most = 2
-    loads = TierLoads(limits, view=view, queues=RequestQueues(limits.aging_steps), max_running=1, divides=False)
+    loads = TierLoads(limits, view, RequestQueues(limits.aging_steps), 1, divides=False)
     assert loads.num_worth_waiting(["disk"] * 4, num_partial=0) == 4
     view.worth = False
     assert loads.num_worth_waiting(["disk"] * 4, num_partial=0) == 0

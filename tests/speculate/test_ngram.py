@@ -7,7 +7,7 @@ import torch
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
-from sidestream.ops import TorchOps
+from sidestream.ops import Ops
 from sidestream.speculate import Context, NgramProposer
 
 WIDTH = 40
@@ -31,7 +31,7 @@ def given(history: torch.Tensor, lengths: torch.Tensor) -> Context:
         history[:, 0],
         torch.empty(len(lengths), 0),
         lambda positions: pytest.fail("it attends"),
-        TorchOps(),
+        Ops(),
     )
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
-from sidestream.attention.interface import AttentionBackend, AttentionBatch, BatchRows, KVShape
-from sidestream.attention.latent import LatentHeads
+from sidestream.attention.interface import Attending, AttentionBackend, AttentionBatch, BatchRows, KVShape
 from sidestream.attention.rotary import Rotation
 
 
@@ -59,26 +58,10 @@ class GroupedBatch:
         batch.write(key, value, index, rotary)
 
     def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layer: int,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        slopes: torch.Tensor | None = None,
-        latent: LatentHeads | None = None,
-        rotary: Rotation | None = None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, **how: Unpack[Attending]
     ) -> torch.Tensor:
         batch, index = self.of_layer(layer)
-        return batch.attend(
-            query, key, value, index,
-            scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks, slopes=slopes, latent=latent,
-            rotary=rotary,
-        )  # fmt: skip
+        return batch.attend(query, key, value, index, **how)
 
 
 def grouped_batch(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Required, TypedDict, Unpack
 
 import torch
 
@@ -57,6 +57,30 @@ class KVShape:
         return kv.view(blocks, -1)[:, -self.values(block_tokens) :].view(blocks, *shape)
 
 
+class Attending(TypedDict, total=False):
+    """How a layer attends.
+
+    scale            factor of the scores
+    sliding_window   a query at position p sees positions `(p - sliding_window, p]`, or if this is an `AttentionChunk`,
+                     those of its chunk up to p
+    softcap          bounds the scores: softcap * tanh(score / softcap)
+    sinks            [heads]: for each query head, the score of one more key, whose value is zero, and which every query
+                     sees
+    slopes           [heads], float32: ALiBi; slope * (position of the key - position of the query) is added to the
+                     scaled score
+    latent           matrices of a layer with latent attention
+    rotary           what is applied to `query`, `key` and `value` first; None: they are normalised and rotated
+    """
+
+    scale: Required[float]
+    sliding_window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+    slopes: torch.Tensor | None
+    latent: LatentHeads | None
+    rotary: Rotation | None
+
+
 class Attended(Protocol):
     """The methods of a batch that an attention layer uses."""
 
@@ -70,33 +94,15 @@ class Attended(Protocol):
         ...
 
     def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layer: int,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        slopes: torch.Tensor | None = None,
-        latent: LatentHeads | None = None,
-        rotary: Rotation | None = None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, **how: Unpack[Attending]
     ) -> torch.Tensor:
         """Write the batch's keys and values into the pool, then attend; returns `[T, heads, head_dim]`.
 
         query [T, heads, head_dim] · key, value [T, kv_heads, head_dim], in the pool's dtype; or a pool in float8 gets
         the nearest numbers that float8 has, at most +-448, and is read in the query's dtype. heads is a multiple of
-        kv_heads; query head h reads kv head h // (heads / kv_heads). A query at position p sees positions
-        `(p - sliding_window, p]`, or if `sliding_window` is an `AttentionChunk`, those of its chunk up to p. `softcap`
-        bounds the scores: softcap * tanh(score / softcap). sinks [heads]: for each query head, the score of one more
-        key, whose value is zero, and which every query sees. slopes [heads],
-        float32: ALiBi; slope * (position of the key - position of the query) is added to the scaled score.
-
-        latent   matrices of a layer with latent attention: `key` is then each token's latent [T, 1, latent_dim] and
-                 `value` the rotated part of its key [T, 1, rotated_dim]; the result is `[T, heads, value_dim]`
-        rotary   what is applied to `query`, `key` and `value` first; None: they are normalised and rotated
+        kv_heads; query head h reads kv head h // (heads / kv_heads). If the layer has latent
+        attention, `key` is each token's latent [T, 1, latent_dim] and `value` the rotated part of its key [T, 1,
+        rotated_dim]; the result is `[T, heads, value_dim]`.
         """
         ...
 

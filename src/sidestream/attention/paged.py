@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from typing import Unpack
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from sidestream.attention.interface import AttentionSpec, BatchRows, KVShape, ungated
+from sidestream.attention.interface import Attending, AttentionSpec, BatchRows, KVShape, ungated
 from sidestream.attention.latent import LatentHeads
 from sidestream.attention.rotary import Rotation
 from sidestream.errors import InvariantError
@@ -147,26 +148,9 @@ class PagedBatch:
         pool.index_copy_(0, self._addresses.written_values, value)
 
     def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layer: int,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        slopes: torch.Tensor | None = None,
-        latent: LatentHeads | None = None,
-        rotary: Rotation | None = None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, **how: Unpack[Attending]
     ) -> torch.Tensor:
-        if rotary is not None:
-            query, key, value = rotary.apply(query, key, value)
-        return paged_attention(
-            query, key, value, layer, self,
-            scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks, slopes=slopes, latent=latent,
-        )  # fmt: skip
+        return paged_attention(query, key, value, layer, self, **how)
 
 
 def paged_attention(
@@ -182,14 +166,11 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
     latent: LatentHeads | None = None,
+    rotary: Rotation | None = None,
 ) -> torch.Tensor:
-    """Write the batch's keys and values into the pool, then attend; returns `[T, heads, head_dim]`.
-
-    query [T, heads, head_dim] · key, value [T, kv_heads, head_dim], in the pool's dtype unless that is float8. heads is
-    a multiple of kv_heads; query head h reads kv head h // (heads / kv_heads). A query at position p sees positions
-    `(p - sliding_window, p]`. For the other options, see `Attended.attend`. Runs on the calling thread; one
-    call at a time per batch.
-    """
+    """See `Attended.attend`. Runs on the calling thread; one call at a time per batch."""
+    if rotary is not None:
+        query, key, value = rotary.apply(query, key, value)
     batch.write(key, value, layer)
     addresses = batch._addresses
     vectors, _, kv_heads, width = batch.layer(layer).shape[1:]

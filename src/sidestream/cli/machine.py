@@ -1,12 +1,10 @@
-"""Measures the machine: the speed of one core, for every benchmark, and the bandwidth of copies and of the disk, for
-`sidestream doctor`. Each kind of copy runs for 0.3 s.
+"""Measures the bandwidth of copies and of the disk, for `sidestream doctor`. Each kind of copy runs for 0.3 s.
 
 The disk is measured through the disk tier itself, with blocks of the demo model's size.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import tempfile
 import time
@@ -24,21 +22,6 @@ _MIB = 1 << 20
 _COPY_BYTES = 64 * _MIB
 _COPY_S = 0.3
 DISK_BYTES = 96 * _MIB
-_LOOP_ROUNDS = 200_000
-_LOOPS = 5
-
-
-def python_loop_ms() -> float:
-    """Milliseconds of one core for a fixed Python loop, the fastest of five: figures of different machines can be
-    compared with it. Includes the time that other programs take on the core.
-    """
-    fastest_s = math.inf
-    for _ in range(_LOOPS):
-        started_s, total = time.perf_counter(), 0
-        for number in range(_LOOP_ROUNDS):
-            total = (total * 31 + number) & 0xFFFF_FFFF
-        fastest_s = min(fastest_s, time.perf_counter() - started_s)
-    return round(fastest_s * 1e3, 2)
 
 
 def copy_speeds(kind: str) -> tuple[float, float]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sidestream.cli.child_process import ChildProcess, answer_requests
 from sidestream.config import SamplingParams
+from sidestream.processes.child import config_of
 
 if TYPE_CHECKING:
     from sidestream.llm import LLM
@@ -108,16 +109,10 @@ class ChildEngine:
 
 
 def _set_up(setup: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], Any], Callable[[], None]]:
-    from sidestream.config import SpeculativeConfig
     from sidestream.llm import LLM
-    from sidestream_kv.config import OffloadConfig
 
-    options = {"generation_config": "none", **setup["options"]}  # neutral sampling defaults for every checkpoint
-    if "offload" in options:
-        options["offload"] = OffloadConfig(**options["offload"])
-    if "speculative" in options:
-        options["speculative"] = SpeculativeConfig(**options["speculative"])
-    llm = LLM(setup["model"], timeline=setup["timeline"], check_order=setup["check_order"], **options)
+    config = config_of({"generation_config": "none", **setup["options"]})  # neutral defaults for every checkpoint
+    llm = LLM(setup["model"], config=config, timeline=setup["timeline"], check_order=setup["check_order"])
     if setup["warm_up"]:
         _generate(llm, [list(_WARM_UP)], 4)
     return lambda request: _answer(llm, request), llm.close

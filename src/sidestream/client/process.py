@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from sidestream.client.messages import (
     Attach,
@@ -27,22 +27,11 @@ from sidestream.client.messages import (
 from sidestream.client.pulse import PULSE_S, Pulse
 from sidestream.config import EngineConfig
 from sidestream.errors import EngineStopped, ProcessFailed
+from sidestream.models.catalog import Progress as Downloads
 from sidestream.processes.child import CLOSE_S, how_it_ended, plain, start_child
 from sidestream.processes.frames import FrameEncoder
 
 OnStage = Callable[[str, int, int], None]
-
-
-class Downloads(Protocol):
-    """Receives the progress of downloads, like `sidestream.models.catalog.Progress`."""
-
-    def begin(self, stage: str, total_bytes: int | None) -> None:
-        """A stage starts."""
-        ...
-
-    def reached(self, done_bytes: int) -> None:
-        """The current stage's progress."""
-        ...
 
 
 _READ_BYTES = 1 << 16

@@ -52,16 +52,8 @@ class Engine:
         self.checker = RequestChecker(parts.bounds, self._keys_of)
         self.serving = ServingState(parts.bounds.max_unfinished)
         self.history = CacheHistory.of_parts(parts)
-        self.streams = OutputStreams(
-            scheduler=parts.scheduler,
-            metrics=parts.metrics,
-            serving=self.serving,
-            clock=parts.device.now,
-            on_end=self._ended,
-        )
-        self._failures = Failures(
-            serving=self.serving, inbox=parts.inbox, streams=self.streams, scheduler=parts.scheduler
-        )
+        self.streams = OutputStreams(parts, self.serving, on_end=self._ended)
+        self._failures = Failures(parts, self.serving, self.streams)
         self.loop = StepLoop(parts, streams=self.streams, failures=self._failures)
         self.adapters = LoadedAdapters(parts, keys_of=self._keys_of, call=self.call, wait_a_turn=self._wait_a_turn)
         self.operations = Operations(

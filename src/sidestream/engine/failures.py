@@ -6,11 +6,11 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
-from sidestream.engine.inbox import Inbox, ServingState
+from sidestream.engine.inbox import ServingState
 from sidestream.engine.output_stream import OutputStreams
+from sidestream.engine.parts import Parts
 from sidestream.errors import DeviceLost
 from sidestream.runner.executor import LaunchedStep
-from sidestream.schedule.scheduler import Scheduler
 from sidestream.types import RowPlan
 
 logger = logging.getLogger(__name__)
@@ -19,11 +19,8 @@ logger = logging.getLogger(__name__)
 class Failures:
     """Ends samples that cannot continue, so that every client gets a last delta (hazard H22)."""
 
-    def __init__(self, *, serving: ServingState, inbox: Inbox, streams: OutputStreams, scheduler: Scheduler) -> None:
-        self._serving = serving
-        self._inbox = inbox
-        self._streams = streams
-        self._scheduler = scheduler
+    def __init__(self, parts: Parts, serving: ServingState, streams: OutputStreams) -> None:
+        self._parts, self._serving, self._streams = parts, serving, streams
 
     def end_step(self, step: LaunchedStep) -> None:
         """End the requests of a step that failed. Requests that were preempted after its launch are computed again."""
@@ -35,13 +32,13 @@ class Failures:
                 self._streams.end_sample(row.request_id, "error", f"the forward pass failed: {failure}")
 
     def _is_current(self, row: RowPlan) -> bool:
-        request = self._scheduler.get(row.request_id)
+        request = self._parts.scheduler.get(row.request_id)
         return request is not None and request.epoch == row.epoch  # rule: failed-step-ends-its-own-requests
 
     def end_engine(self, error: BaseException) -> None:
         """Refuse new requests, and end all samples with an error, including samples in the inbox."""
         self._serving.fail(error)
-        while (message := self._inbox.take()) is not None:
+        while (message := self._parts.inbox.take()) is not None:
             with contextlib.suppress(Exception):  # only messages with new requests matter here, and those never raise
                 message()
         self._streams.fail_all(error)

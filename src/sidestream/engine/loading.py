@@ -32,11 +32,11 @@ from sidestream.errors import (
     SidestreamError,
 )
 from sidestream.grammar import GrammarCompiler
-from sidestream.models import PagedModel, load_model
+from sidestream.models import PagedModel
 from sidestream.models.catalog import Progress, resolve, shipped_head
 from sidestream.models.draft import attach_draft
 from sidestream.models.generation import sampling_defaults
-from sidestream.models.loader import cache_parts, config_directory, default_block_tokens_of
+from sidestream.models.loader import cache_parts, config_directory, default_block_tokens_of, load_for
 from sidestream.models.mtp import attach_head
 from sidestream.models.replacement import check_replaces, take_weights
 from sidestream.processes.child import CLOSE_S
@@ -157,18 +157,7 @@ class LoadedEngine:
         """Load the model, or this rank's share of it, and start the engine."""
         group = None if self._processes is None else self._processes.group
         on_stage("reading and checking the weights", 0, 0)
-        loaded = load_model(
-            self.path,
-            dtype=config.dtype,
-            kv_cache_dtype=config.kv_cache_dtype,
-            block_tokens=config.block_tokens,
-            device=device,
-            max_model_len=config.max_model_len,
-            repack=config.repack,
-            batch_invariant=config.batch_invariant,
-            compute_threads=config.compute_threads,
-            group=group,
-        )
+        loaded = load_for(self.path, config, device=device, group=group)
         _warn_of_missing_rows(self.tokenizer, loaded.vocab_size)
         if config.num_loras:
             loaded.add_adapters(slots=config.num_loras, rank=config.max_lora_rank)
@@ -220,17 +209,7 @@ class LoadedEngine:
             raise ConfigError("a head for multi-token prediction belongs to its weights: start a new engine")
         if served.adapters is not None:
             raise ConfigError("adapters belong to the weights that the engine has: start a new one")
-        other = load_model(
-            resolve(path),
-            dtype=self.config.dtype,
-            kv_cache_dtype=self.config.kv_cache_dtype,
-            block_tokens=self.config.block_tokens,
-            device=device,
-            max_model_len=self.config.max_model_len,
-            repack=self.config.repack,
-            batch_invariant=self.config.batch_invariant,
-            compute_threads=self.config.compute_threads,
-        )
+        other = load_for(resolve(path), self.config, device=device)
         check_replaces(served, other)
         return partial(take_weights, served, other), other.fingerprint
 
@@ -327,16 +306,14 @@ class LoadedEngine:
             return None
         on_stage("reading the draft model's weights", 0, 0)
         max_model_len = self.config.max_model_len or model.max_model_len
+        config = dataclasses.replace(
+            self.config,
+            dtype=model.layout.compute_dtype,
+            block_tokens=model.layout.block_tokens,
+            max_model_len=max_model_len,
+        )
         with _about("the draft model"):
-            draft = load_model(
-                draft_path,
-                dtype=model.layout.compute_dtype,
-                kv_cache_dtype=self.config.kv_cache_dtype,
-                block_tokens=model.layout.block_tokens,
-                device=torch_device(self.config.device),
-                max_model_len=max_model_len,
-                repack=self.config.repack,
-            )
+            draft = load_for(draft_path, config, device=torch_device(self.config.device))
         num_layers = attach_draft(model, draft, max_model_len=max_model_len, num_tokens=self.tokenizer.vocab_size)
         return DraftModelProposer(draft, num_layers=num_layers, vocab_size=model.vocab_size)
 

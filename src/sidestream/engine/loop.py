@@ -22,12 +22,9 @@ from sidestream.engine.stats import Gauges, SelfCheck, SpecStats, StepTimes
 from sidestream.engine.structured import Complete, StructuredSampler
 from sidestream.errors import DeviceLost
 from sidestream.runner.executor import LaunchedStep
-from sidestream.schedule.scheduler import RowOutput, Scheduler
+from sidestream.schedule.scheduler import RowOutput
 from sidestream.types import Health, StepPlan
 from sidestream_kv.kv.keys import BlockKeys
-from sidestream_kv.kv.layout import BlockLayout
-from sidestream_kv.kv.state_layout import StateLayout
-from sidestream_kv.offload.connector import OffloadConnector
 from sidestream_kv.types import Key, LayerGates
 
 logger = logging.getLogger(__name__)
@@ -60,13 +57,7 @@ class StepLoop:
         self.times = StepTimes(parts)
         self.spec_stats = SpecStats(parts.metrics, parts.proposer, parts.device.now)
         self._self_check = SelfCheck(parts.self_check, parts.metrics, parts.device.now)
-        self.weights = WeightUpdates(
-            scheduler=parts.scheduler,
-            transfers=parts.transfers,
-            layout=parts.key_layout,
-            salt=parts.salt,
-            states=None if parts.state_region is None else parts.state_region.layout,
-        )
+        self.weights = WeightUpdates(parts)
         self._parts = parts
         self._streams = streams
         self._failures = failures
@@ -271,44 +262,34 @@ class WeightUpdates:
       (hazards H8, H14).
     """
 
-    def __init__(
-        self,
-        *,
-        scheduler: Scheduler,
-        transfers: OffloadConnector | None,
-        layout: BlockLayout,
-        salt: str,
-        states: StateLayout | None,
-    ) -> None:
-        self._scheduler = scheduler
-        self._transfers = transfers
-        self._layout = layout
-        self._salt = salt
-        self._states = states
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
         self._announced: list[tuple[Callable[[], None], str, threading.Event]] = []
 
     def announce(self, apply: Callable[[], None], fingerprint: str, done: threading.Event) -> None:
         """Register an update: as soon as no request uses the weights, `apply` is called, and then `done` is set."""
         self._announced.append((apply, fingerprint, done))
-        self._scheduler.pause_admission()  # rule: new-requests-wait-for-new-weights
+        self._parts.scheduler.pause_admission()  # rule: new-requests-wait-for-new-weights
 
     def apply(self) -> None:
         """Apply announced updates, unless a request that has begun uses the weights. Call it only while no step is in
         flight.
         """
-        if not self._announced or self._scheduler.num_begun:  # rule: new-weights-wait-for-running-requests
+        parts = self._parts
+        if not self._announced or parts.scheduler.num_begun:  # rule: new-weights-wait-for-running-requests
             return
+        states = None if parts.state_region is None else parts.state_region.layout
         for apply, fingerprint, done in self._announced:
             apply()
             # rule: new-weights-replace-the-keys
-            self._scheduler.rekey(
-                BlockKeys(fingerprint=fingerprint, layout=self._layout, salt=self._salt, states=self._states)
+            parts.scheduler.rekey(
+                BlockKeys(fingerprint=fingerprint, layout=parts.key_layout, salt=parts.salt, states=states)
             )
-            if self._transfers is not None:
-                self._transfers.forget_all()  # rule: new-weights-drop-the-keys-of-the-tiers
+            if parts.transfers is not None:
+                parts.transfers.forget_all()  # rule: new-weights-drop-the-keys-of-the-tiers
             done.set()
         self._announced.clear()  # rule: new-weights-are-taken-once
-        self._scheduler.resume_admission()  # rule: new-weights-end-the-pause
+        parts.scheduler.resume_admission()  # rule: new-weights-end-the-pause
 
 
 class Watchdog:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from sidestream.engine.inbox import ServingState
+from sidestream.engine.parts import Parts
 from sidestream.schedule.request import Request
-from sidestream.schedule.scheduler import RowOutput, Scheduler
+from sidestream.schedule.scheduler import RowOutput
 from sidestream.types import CANCELLED, BatchPlan, CachedTokens, Delta, RowResult, TokenLogprob
-from sidestream_kv.metrics import Metrics
 from sidestream_kv.types import RequestId
 
 logger = logging.getLogger(__name__)
@@ -118,20 +118,10 @@ class OutputStreams:
       request uses no resources any more (hazard H24).
     """
 
-    def __init__(
-        self,
-        *,
-        scheduler: Scheduler,
-        metrics: Metrics,
-        serving: ServingState,
-        clock: Callable[[], float],
-        on_end: Callable[[OutputStream, float], None] = lambda stream, now_s: None,
-    ) -> None:
+    def __init__(self, parts: Parts, serving: ServingState, *, on_end: Callable[[OutputStream, float], None]) -> None:
         """`on_end`: called with each sample that ends, and the time."""
-        self._scheduler = scheduler
-        self._metrics = metrics
+        self._scheduler, self._metrics, self._clock = parts.scheduler, parts.metrics, parts.device.now
         self._serving = serving
-        self._clock = clock
         self._on_end = on_end
         self._by_id: dict[RequestId, OutputStream] = {}
         self._deliveries: tuple[Callable[[], None], ...] = ()

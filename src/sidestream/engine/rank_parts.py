@@ -19,7 +19,7 @@ from sidestream.attention.registry import select_backend
 from sidestream.engine.build_plan import BuildPlan, ServableModel
 from sidestream.engine.warm_up import make_ready
 from sidestream.errors import ConfigError
-from sidestream.ops.registry import select_ops
+from sidestream.ops import select_ops
 from sidestream.ranks.shared_entries import keep_shared
 from sidestream.runner.executor import Executor
 from sidestream_kv.device.base import Device, Memory

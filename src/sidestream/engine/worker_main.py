@@ -15,7 +15,7 @@ import torch
 from sidestream.config import EngineConfig
 from sidestream.engine.build import build_follower
 from sidestream.errors import ProcessFailed, SidestreamError
-from sidestream.models import load_model
+from sidestream.models.loader import load_for
 from sidestream.processes.child import config_of
 from sidestream.processes.log_stream import JSON_LAYOUT, start_logging
 from sidestream.ranks.link import RankConnection
@@ -69,15 +69,7 @@ def follow(begin: Begin, link: RankConnection, on_device: OnDevice = leave_as_it
     where = torch_device(config.device)
     link.report(Arrived())
     group = open_group(Path(begin.directory), rank=begin.rank, size=begin.size, device=where, timeout_s=COLLECTIVE_S)
-    model = load_model(
-        begin.model,
-        dtype=config.dtype,
-        kv_cache_dtype=config.kv_cache_dtype,
-        block_tokens=config.block_tokens,
-        device=where,
-        max_model_len=config.max_model_len,
-        group=group,
-    )
+    model = load_for(begin.model, config, device=where, group=group)
     if config.num_loras:
         model.add_adapters(slots=config.num_loras, rank=config.max_lora_rank)
     device = _open_device(config, where)

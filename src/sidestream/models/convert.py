@@ -6,8 +6,9 @@ package `gguf` (the extra `demo`), so it is imported only for a conversion.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from gguf import GGUFReader
@@ -21,12 +22,8 @@ from sidestream.models.gguf_file import GgufFile, read_gguf
 _SPECIAL = 3  # GGUF's token type "control"
 
 
-class Reached(Protocol):
-    """Receives the progress of a long task."""
-
-    def __call__(self, done_bytes: int, total_bytes: int, /) -> None:
-        """`done_bytes` of `total_bytes` are done."""
-        ...
+Reached = Callable[[int, int], None]
+"""Receives the progress of a long task: bytes that are done, and all bytes."""
 
 
 def convert_gguf(source: Path, into: Path, reached: Reached) -> None:

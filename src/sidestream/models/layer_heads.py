@@ -11,14 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch.nn.functional import pad
 
-from sidestream.attention.interface import Attended
-from sidestream.attention.latent import LatentHeads
-from sidestream.attention.rotary import Rotation
+from sidestream.attention.interface import Attended, Attending
 from sidestream.errors import InvariantError
 
 
@@ -123,36 +121,21 @@ class DividedBatch:
         return self.batch.layer(self.places[index].first)
 
     def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layer: int,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        slopes: torch.Tensor | None = None,
-        latent: LatentHeads | None = None,
-        rotary: Rotation | None = None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, **how: Unpack[Attending]
     ) -> torch.Tensor:
         place = self.places[layer]
-        if latent is not None or rotary is not None:
+        if how.get("latent") is not None or how.get("rotary") is not None:
             raise InvariantError(
                 f"layer {layer} has latents or heads before their rotary embedding: not for divided heads"
             )
         shares = [
             (None,) * place.count if of_heads is None else of_heads.view(place.count, -1).unbind()
-            for of_heads in (sinks, slopes)
+            for of_heads in (how.get("sinks"), how.get("slopes"))
         ]
         parts = zip(place.queries(query), place.keys(key), place.keys(value), place.layers, *shares, strict=True)
         return place.attended(
             [
-                self.batch.attend(
-                    q, k, v, pool_layer,
-                    scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=own_sinks, slopes=own_slopes,
-                )
+                self.batch.attend(q, k, v, pool_layer, **{**how, "sinks": own_sinks, "slopes": own_slopes})
                 for q, k, v, pool_layer, own_sinks, own_slopes in parts
             ]
-        )  # fmt: skip
+        )

@@ -20,7 +20,7 @@ from transformers import AutoConfig, DeepseekV3Config, GenerationConfig, PreTrai
 from transformers.utils import logging as transformers_logging
 
 from sidestream.checkpoint_files import CONFIG, read_json
-from sidestream.config import KV_CACHE_DTYPES, default_block_tokens
+from sidestream.config import KV_CACHE_DTYPES, EngineConfig, default_block_tokens
 from sidestream.errors import ConfigError, ModelError, ProcessFailed
 from sidestream.models.adapter import PagedModel
 from sidestream.models.checkpoint_tensors import StoredTensor, unused_names
@@ -156,6 +156,22 @@ def load_model(
             make_invariant(model, quantised=kept is not None)
         _check(model, kv_cache_dtype)
     return model
+
+
+def load_for(path: str, config: EngineConfig, *, device: torch.device, group: Group | None = None) -> PagedModel:
+    """`load_model` with the options of an engine's config."""
+    return load_model(
+        path,
+        dtype=config.dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
+        block_tokens=config.block_tokens,
+        device=device,
+        max_model_len=config.max_model_len,
+        repack=config.repack,
+        batch_invariant=config.batch_invariant,
+        compute_threads=config.compute_threads,
+        group=group,
+    )
 
 
 def _check(model: PagedModel, kv_cache_dtype: str) -> None:

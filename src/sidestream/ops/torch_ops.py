@@ -1,4 +1,5 @@
-"""The device operations in torch: for a CPU, and as the reference in tests of the Triton kernels.
+"""The device operations in torch: for a CPU, and as the reference in tests of the Triton kernels. The shapes in
+docstrings are those of `interface.py`.
 
 The sampler applies penalties and filters (top-k, top-p, min-p), and samples one token for each row of logits, with the
 options of the row's request. **The same seed gives the same tokens, whatever else is in the batch.** No token depends
@@ -27,17 +28,27 @@ SMALLEST, LARGEST = 2.0**-100, 2.0**100
 _WORD_BITS = 32
 
 
-class TorchOps:
-    """`Ops` in torch."""
+class Ops:
+    """The operations, in torch; `TritonOps` has each of them as a kernel. They enqueue work on the current stream. Some
+    read device values on the host, which kernels never do. A docstring names the arguments that its method overwrites.
+    """
 
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Id of each row's largest logit, `[N]` (the lowest id among equal logits); and whether the row is finite, bool
+        `[N]`.
+
+        logits `[N, V]`. A row is not finite if it has NaN or +inf, or only -inf; its id is then 0.
+        """
         finite = logits.amax(-1).isfinite()
         return torch.where(finite, logits.argmax(-1), 0), finite
 
     def match_ngram(
         self, history: Tensor, slots: Tensor, lengths: Tensor, count: int, *, longest: int, shortest: int
     ) -> Tensor:
-        """See `Ops.match_ngram`. Reads `[R, width]` numbers once for each suffix length."""
+        """Drafts `[R, count]` by prompt lookup: the tokens that follow the longest earlier occurrence of a row's last
+        tokens. Such an occurrence has `shortest` to `longest` tokens. history int32 `[S, width]`; slots and lengths
+        `[R]`.
+        """
         history, lengths = history[slots], lengths[:, None]
         width = history.shape[1]
         position = torch.arange(width, device=history.device)
@@ -57,6 +68,12 @@ class TorchOps:
         return history.gather(1, positions).to(torch.int64)
 
     def take_forced(self, drafts: Tensor, forced: Tensor, history: Tensor, slots: Tensor, lengths: Tensor) -> None:
+        """Replace drafts by tokens that the grammars of rows leave no choice about. Overwrites `drafts`, `[R, K]`.
+
+        forced    `[S, 2 + F]` by slot: the position of the first forced token, the number of forced tokens, and these
+                  tokens. They count only if all tokens of the row from that position on are the first of them
+        history   int32 `[S, width]`; slots and lengths `[R]`, as in `match_ngram`
+        """
         start, count, tokens = forced[slots, :1], forced[slots, 1:2], forced[slots, 2:]
         # The number of forced tokens that the row has drawn.
         drawn = lengths[:, None] - start  # rule: forced-drafts-begin-behind-the-row
@@ -70,6 +87,7 @@ class TorchOps:
         drafts.copy_(torch.where(holds & (wanted < count), found, drafts))
 
     def update_block_tables(self, indices: Tensor, block_ids: Tensor, block_tables: Tensor) -> None:
+        """Write block ids at flat indices of `block_tables`, int32 `[S, width]`. An index of -1 writes nothing."""
         real = indices >= 0
         block_tables.view(-1)[indices[real]] = block_ids[real].to(torch.int32)
 
@@ -88,6 +106,17 @@ class TorchOps:
         block_tokens: int,
         width: int,
     ) -> ResolvedInputs:
+        """Replace placeholders by device state. The host prepares a step before the results of the previous step are
+        known, so its inputs contain negative numbers in place of unknown values.
+
+        packed        `[T]`: token ids; -1: the last token of the slot; -2 - k: draft k of the slot
+        positions     `[T]`; -1 - k: k positions after the last token of the slot
+        token_slots   `[T]`: request slot of each token
+        kv_lens       `[B]`; -k: k tokens more than the length of the slot
+        slots         `[B]`: request slot of each row
+        drafts        `[S, K]` by slot; None: the step has no drafts
+        width         number of columns of the returned block tables
+        """
         tokens = torch.where(packed < 0, last_tokens[token_slots], packed)
         if drafts is not None:
             number = (-2 - packed).clamp(min=0)
@@ -112,6 +141,9 @@ class TorchOps:
         hidden: Tensor,
         width: int,
     ) -> DraftRows:
+        """The state of R decode rows. positions `[T]` and kv_lens `[R]` are as in `resolve_inputs`. first_tokens `[R]`:
+        the rows' first packed tokens; slots `[R]`.
+        """
         known = positions[first_tokens]
         length = torch.where(known < 0, lengths[slots], known)
         bounds = (torch.where(kv_lens < 0, length - kv_lens, kv_lens) - 1).clamp(min=0)  # padding rows have length 0
@@ -121,6 +153,9 @@ class TorchOps:
     def draft_slots(
         self, block_tables: Tensor, positions: Tensor, bounds: Tensor, padding: Tensor, *, block_tokens: int
     ) -> tuple[Tensor, Tensor]:
+        """Slot mapping and KV lengths, both `[R]`, of a batch with one token in each row. The token is at the row's
+        position, or at the row's bound if the bound is smaller. Padding rows write nothing and have length 0.
+        """
         positions = torch.minimum(positions, bounds)  # rule: drafting-stays-in-the-blocks-of-its-row
         block_ids = block_tables.gather(1, (positions // block_tokens)[:, None]).squeeze(1).to(torch.int64)
         slot_mapping = block_ids * block_tokens + positions % block_tokens
@@ -135,7 +170,15 @@ class TorchOps:
         in_prompt: Tensor,
         drafted: Tensor | None,
     ) -> Tensor:
-        """See `Ops.penalise`. Reads device values."""
+        """The logits with the penalties of their request slots applied, float32 `[N, V]`. Float32 logits may be
+        overwritten.
+
+        slots           `[N]`
+        output_counts   int32 `[S, V]`
+        in_prompt       bool `[S, V]`: whether the token is in the prompt
+        drafted         `[N, K]`: the drafts before each row of logits, padded with -1. The penalties count them as
+                        output tokens
+        """
         rules = SamplingTensors(sampling)
         logits = logits.float()
         penalised_rows = rules.penalised[slots].nonzero().squeeze(1)
@@ -156,6 +199,12 @@ class TorchOps:
         return logits.index_copy_(0, penalised_rows, penalised)
 
     def mask(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+        """Set the logits of tokens that are not allowed to -inf. Overwrites `logits`, `[N, V]`.
+
+        rows    `[M]`: the rows of logits to change
+        masks   int32 `[M, ceil(V / 32)]`, on a GPU in mapped host memory: bit i of word w is set if the row may get
+                token 32 w + i
+        """
         bits = torch.arange(_WORD_BITS, dtype=torch.int32, device=logits.device)
         for row, words in zip(rows, masks, strict=True):  # row by row: a table of all rows would not stay in the cache
             forbidden = ((words[:, None] >> bits) & 1 == 0).view(-1)[: logits.shape[1]]
@@ -164,18 +213,19 @@ class TorchOps:
     def draw(
         self, logits: Tensor, slots: Tensor, output_indices: Tensor, sampling: Tensor, *, typical: bool = False
     ) -> tuple[Tensor, Tensor]:
+        """Sample one token for each row of logits. Returns the tokens, `[N]`, and whether the logits of each row are
+        finite, bool `[N]`; if not, the token is 0.
+
+        slots            `[N]`
+        output_indices   `[N]`: number of the request's outputs before this token
+        typical          some row has `typical_p` below 1; False: the option is not read
+        """
         rules = SamplingTensors(sampling)
         tokens, finite = self.argmax(logits)
         random_rows = (finite & (rules["temperature"][slots] > 0)).nonzero().squeeze(1)
         if len(random_rows):
-            all_rows = len(random_rows) == len(tokens)
-            drawn = _draw_random(
-                logits if all_rows else logits[random_rows],
-                slots[random_rows],
-                output_indices[random_rows],
-                rules,
-                typical=typical,
-            )
+            chosen = logits if len(random_rows) == len(tokens) else logits[random_rows]
+            drawn = _draw_random(chosen, slots[random_rows], output_indices[random_rows], rules, typical=typical)
             tokens = tokens.index_copy(0, random_rows, drawn)
         return tokens, finite
 
@@ -193,6 +243,18 @@ class TorchOps:
         cu_seqlens_q: Tensor,
         decodes: int,
     ) -> Tensor:
+        """Verify drafts, and update the request slots of rows that sample; `state` is overwritten. Returns the accept
+        lengths, `[B]`: the number of tokens by which each of these rows advances. Padding rows change only the padding
+        slot.
+
+        tokens          `[N]`: the sampled token of each row of logits
+        positions       `[N]`: position of the token whose logits these are
+        drafts          `[decodes or fewer, K]`: drafts of the first rows; None: the step has no drafts
+        hidden          `[N, hidden_size]`: hidden states of these tokens; None: they are not kept
+        sampling_rows   `[B]`: indices of the rows that sample, padded with -1
+        first_logits    `[B]`: for each of these rows, the index of its first row of logits
+        decodes         number of decode rows, which are the first rows
+        """
         row, padding = sampling_rows.clamp(min=0), sampling_rows < 0
         # rule: padding-rows-sample-no-token
         slot = torch.where(padding, len(state.last_tokens) - 1, slots[row])
@@ -229,6 +291,12 @@ class TorchOps:
         return accepted
 
     def previous_hidden(self, hidden: Tensor, rows: PackedRows, by_slot: Tensor, by_block: Tensor) -> Tensor:
+        """The hidden state of the token before each packed token, `[T, hidden_size]`.
+
+        hidden     `[T, hidden_size]`: hidden states of this step
+        by_slot    `[S, hidden_size]`: hidden states of request slots
+        by_block   `[blocks, hidden_size]`: hidden states of blocks
+        """
         sources = rows.hidden_sources[:, None]
         first = torch.where(sources == FROM_SLOT, by_slot[rows.slots], 0)
         first = torch.where(sources >= 0, by_block[rows.hidden_sources.clamp(min=0)], first)
@@ -247,6 +315,9 @@ class TorchOps:
         slot_mapping: Tensor,
         block_tokens: int,
     ) -> None:
+        """Write the hidden state of each complete block's last token to `by_block`, and of each row's last token to
+        `by_slot`. The last block of `by_block` takes writes to be ignored.
+        """
         completes = ((positions + 1) % block_tokens == 0) & (slot_mapping >= 0)
         # rule: hidden-state-is-written-to-its-block
         by_block[torch.where(completes, slot_mapping // block_tokens, len(by_block) - 1)] = hidden

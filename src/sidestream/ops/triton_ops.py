@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sidestream.ops import draft_kernels, step_kernels
 from sidestream.ops.interface import DraftRows, PackedRows, ResolvedInputs, SlotTensors
+from sidestream.ops.torch_ops import Ops
 
 # Number of Triton programs that should run at the same time when tokens are sampled at random.
 _PROGRAMS = 512
@@ -19,8 +20,8 @@ _PROGRAMS = 512
 _UNUSED_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 
 
-class TritonOps:
-    """`Ops` as Triton kernels."""
+class TritonOps(Ops):
+    """Each operation of `Ops` as Triton kernels."""
 
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         rows, width = logits.shape

@@ -22,7 +22,7 @@ from sidestream.attention.states import DraftInputs, StatePool
 from sidestream.config import most_prompt_logits
 from sidestream.errors import DeviceLost, InvariantError
 from sidestream.grammar.token_grammar import Masks
-from sidestream.ops import Ops, TorchOps
+from sidestream.ops import Ops
 from sidestream.runner.accesses import StepAccesses
 from sidestream.runner.forward import Forward, ForwardModel, ForwardOutput
 from sidestream.runner.graphs import CapturedStep, Graphs, Tell
@@ -151,6 +151,7 @@ class LaunchedStep:
         )
 
 
+@dataclass(eq=False)
 class StepTracing:
     """Declares to the device's tracer which memory each step reads and writes. Does nothing without a tracer.
 
@@ -158,31 +159,18 @@ class StepTracing:
     in a step with drafts, when the step begins, because its positions are known only then; in a step that waits for
     loads, behind the wait of each layer.
 
-    scratch   id of the block where steps write hidden states that are not kept; None: there is none
+    _scratch   id of the block where steps write hidden states that are not kept; None: there is none
     """
 
-    def __init__(
-        self,
-        stream: Stream,
-        memory: str,
-        layout: KVLayout,
-        *,
-        scratch: int | None,
-        region: StateRegion | None,
-        state: DecodeState,
-        state_pool: StatePool | None,
-        on: bool,
-        windows: WindowedLayers | None = None,
-    ) -> None:
-        self._stream = stream
-        self._memory = memory
-        self._layout = layout
-        self._scratch = scratch
-        self._region = region
-        self._windows = windows
-        self._state = state
-        self._state_pool = state_pool
-        self._on = on
+    _stream: Stream
+    _memory: str
+    _layout: KVLayout
+    _scratch: int | None
+    _region: StateRegion | None
+    _windows: WindowedLayers | None
+    _state: DecodeState
+    _state_pool: StatePool | None
+    _on: bool
 
     def at_launch(self, batch: BatchPlan, entry: MailboxEntry, *, gated: bool) -> list[Access]:
         """The accesses to declare when a step is launched. Accesses to KV and states are declared later if the step
@@ -422,7 +410,7 @@ class Executor:
     ) -> None:
         """Until `capture` is called, every step runs eagerly."""
         self._device, self._model = device, model
-        ops = TorchOps() if ops is None else ops
+        ops = Ops() if ops is None else ops
         self._clock = device.now
         self._stream = device.stream("compute")
         self._gate_stream: Stream | None = None
@@ -447,17 +435,8 @@ class Executor:
             hidden_size=0 if proposer is None else proposer.hidden_size,
             dtype=getattr(torch, layout.compute_dtype),
         )
-        self._tracing = StepTracing(
-            self._stream,
-            memory.name,
-            layout,
-            scratch=scratch,
-            region=states,
-            state=self._state,
-            state_pool=self._state_pool,
-            on=device.tracer is not None,
-            windows=windows,
-        )
+        traced, on = (memory.name, layout, scratch, states, windows), device.tracer is not None
+        self._tracing = StepTracing(self._stream, *traced, self._state, self._state_pool, on)
         self._tables = BlockTableMirror(num_slots, self._table_width, parts=page_blocks)
         self._sampler = Sampler(self._state, ops, group)
         self._prompts = PromptSlots()

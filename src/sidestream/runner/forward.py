@@ -110,25 +110,11 @@ class ForwardModel(Protocol):
         /,
         *,
         states: StateBatch | None = None,
+        left: Left | None = None,
     ) -> Tensor:
         """Logits `[N, vocab_size]` at the packed positions `logits_indices`; on the compute stream. `states`: None for
-        a model without recurrent state.
-        """
-        ...
-
-    def forward_with_hidden(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        batch: AttentionBatch,
-        logits_indices: Tensor,
-        /,
-        *,
-        left: Left,
-        states: StateBatch | None = None,
-    ) -> Tensor:
-        """Like `forward`, for a proposer that reads hidden states: calls `left` with the last layer's hidden states of
-        all packed tokens, `[T, hidden_size]`, before it computes the logits.
+        a model without recurrent state. `left`, for a proposer that reads hidden states, is called with the last
+        layer's hidden states of all packed tokens, `[T, hidden_size]`, before the logits are computed.
         """
         ...
 
@@ -327,11 +313,7 @@ class Forward:
         """
         hidden, proposer, at_logits = self._hidden, self._proposer, None
         if hidden is None or proposer is None or rows is None:
-            if states is None:
-                logits = self._model.forward(tokens, positions, batch, logits_indices)
-            else:
-                logits = self._model.forward(tokens, positions, batch, logits_indices, states=states)
-                logits = states.finish(logits, logits_indices)
+            logits = self._logits(tokens, positions, batch, logits_indices, states)
             if proposer is not None and rows is not None:
                 for layer in self._proposer_layers:
                     before_layer(layer)
@@ -355,13 +337,7 @@ class Forward:
                 self._stream.on_side_stream(
                     lambda: proposer.follow(StepTokens(tokens, positions, hidden.previous_by_slot(rows), batch))
                 )
-            if states is None:
-                logits = self._model.forward_with_hidden(tokens, positions, batch, logits_indices, left=left)
-            else:
-                logits = self._model.forward_with_hidden(
-                    tokens, positions, batch, logits_indices, left=left, states=states
-                )
-                logits = states.finish(logits, logits_indices)
+            logits = self._logits(tokens, positions, batch, logits_indices, states, left)
             self._stream.join()  # rule: proposer-branch-is-joined
             # Without drafts, each row continues after its slot's last token, and `hidden.keep` has kept the hidden
             # state of that token.
@@ -370,6 +346,18 @@ class Forward:
         if proposed is not None:
             self._stream.stamp(proposed.times[2:])
         return ForwardOutput(logits, positions[logits_indices], at_logits, proposed)
+
+    def _logits(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        indices: Tensor,
+        states: StateBatch | None,
+        left: Left | None = None,
+    ) -> Tensor:
+        logits = self._model.forward(tokens, positions, batch, indices, states=states, left=left)
+        return logits if states is None else states.finish(logits, indices)
 
     def _propose(self, inputs: StepInputs) -> Proposed | None:
         """Draft tokens for the decode rows that may have drafts; None: there are no such rows."""

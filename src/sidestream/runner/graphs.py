@@ -12,7 +12,6 @@ import logging
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import torch
 
@@ -25,23 +24,13 @@ from sidestream.runner.sampler import Sampler, SamplingMode
 from sidestream.runner.state import DecodeState, Uploads
 from sidestream.runner.step_inputs import GraphKey, Numbers, StepInputs, keys_that_fit, pack
 from sidestream.types import BatchPlan
-from sidestream_kv.device.base import Device, Graph, Stream
+from sidestream_kv.device.base import Device, Graph, GraphEvent, Stream
 from sidestream_kv.types import Access, LayerGates
 
 logger = logging.getLogger(__name__)
 
 Tell = Callable[[GraphKey, int, int], None]
 """Progress callback: gets the key that is captured next, the number of captured keys, and the number of all keys."""
-
-
-class GateEvent(Protocol):
-    """An event for which captured graphs wait. A replay of the graph waits for the work that the last `record` before
-    the replay covers.
-    """
-
-    def record(self, stream: Any) -> object:
-        """Record all work enqueued on the stream so far."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -124,7 +113,7 @@ class Graphs:
         self._replayed: StepAccesses | None = None  # accesses of the step whose gated graph is being replayed
         self._groups: list[range] = []
         self._starts: list[int] = []  # first layer of each group
-        self._events: list[GateEvent] = []
+        self._events: list[GraphEvent] = []
         if gate_layers:
             self._groups = [
                 range(first, min(first + gate_layers, num_layers)) for first in range(0, num_layers, gate_layers)

@@ -58,23 +58,15 @@ class Reuse:
         return len(self.keys) - self.num_loads
 
 
+@dataclass(eq=False)
 class ReuseFinder:
     """Looks for reusable blocks on the device and in tiers. Changes nothing."""
 
-    def __init__(
-        self,
-        limits: Limits,
-        *,
-        prefix_cache: PrefixCache,
-        tiers: TierLoads,
-        states: StateCache | None,
-        windows: WindowCache | None,
-    ) -> None:
-        self._limits = limits
-        self._prefix_cache = prefix_cache
-        self._tiers = tiers
-        self._states = states
-        self._windows = windows
+    _limits: Limits
+    _prefix_cache: PrefixCache
+    _tiers: TierLoads
+    _states: StateCache | None
+    _windows: WindowCache | None
 
     def find(self, request: Request, wanted: Sequence[Key]) -> Reuse:
         """Find all blocks that the request could reuse, also in tiers that are slower than host memory."""
@@ -166,6 +158,7 @@ class ReuseFinder:
         return Reuse(hits[:count], count, keys, sources, known, num_partial)
 
 
+@dataclass(eq=False)
 class Allocator:
     """Takes and releases the leases of request slots and blocks. No other part of the scheduler does this.
 
@@ -176,24 +169,13 @@ class Allocator:
       blocks only after the transfers in flight, too (hazards H3, H10, H16).
     """
 
-    def __init__(
-        self,
-        limits: Limits,
-        *,
-        blocks: FencedPool,
-        slots: FencedPool,
-        prefix_cache: PrefixCache,
-        tiers: TierView,
-        states: StateCache | None = None,
-        windows: WindowCache | None = None,
-    ) -> None:
-        self._limits = limits
-        self._blocks = blocks
-        self._slots = slots
-        self._prefix_cache = prefix_cache
-        self._tiers = tiers
-        self._states = states
-        self._windows = windows
+    _limits: Limits
+    _blocks: FencedPool
+    _slots: FencedPool
+    _prefix_cache: PrefixCache
+    _tiers: TierView
+    _states: StateCache | None
+    _windows: WindowCache | None
 
     @property
     def has_free_slot(self) -> bool:

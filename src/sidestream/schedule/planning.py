@@ -97,6 +97,7 @@ class StepBuilder:
         )
 
 
+@dataclass(eq=False)
 class PrefillPlanner:
     """Adds a request's next chunk to a step.
 
@@ -109,10 +110,9 @@ class PrefillPlanner:
     - A token is sampled only after the chunk that ends at the last known token (hazard H25).
     """
 
-    def __init__(self, limits: Limits, *, tiers: TierView, allocator: Allocator) -> None:
-        self._limits = limits
-        self._tiers = tiers
-        self._allocator = allocator
+    _limits: Limits
+    _tiers: TierView
+    _allocator: Allocator
 
     def plan(self, request: Request, step: StepBuilder) -> None:
         """Add the request's next chunk, if it has one and the step's token budget allows it."""
@@ -226,6 +226,7 @@ class PrefillPlanner:
         return row
 
 
+@dataclass(eq=False)
 class Admission:
     """Starts waiting requests in order of rank.
 
@@ -236,27 +237,16 @@ class Admission:
     - While admission is paused, only preempted requests are admitted (hazard H8).
     """
 
-    def __init__(
-        self,
-        limits: Limits,
-        *,
-        queues: RequestQueues,
-        prefix_cache: PrefixCache,
-        allocator: Allocator,
-        tiers: TierLoads,
-        reuse: ReuseFinder,
-        prefill: PrefillPlanner,
-    ) -> None:
-        self.paused: frozenset[str] = frozenset()
-        """Why requests that were never admitted stay in the queue; empty: they do not."""
-        self._limits = limits
-        self._queues = queues
-        self._prefix_cache = prefix_cache
-        self._allocator = allocator
-        self._tiers = tiers
-        self._reuse = reuse
-        self._prefill = prefill
-        self._ahead: dict[RequestId, int] = {}  # blocks that requests in the queue have read, or are reading
+    _limits: Limits
+    _queues: RequestQueues
+    _prefix_cache: PrefixCache
+    _allocator: Allocator
+    _tiers: TierLoads
+    _reuse: ReuseFinder
+    _prefill: PrefillPlanner
+    paused: frozenset[str] = frozenset()
+    """Why requests that were never admitted stay in the queue; empty: they do not."""
+    _ahead: dict[RequestId, int] = field(default_factory=dict)  # blocks that requests in the queue read ahead
 
     def admit(self, step: StepBuilder) -> None:
         """Start waiting requests in order of rank, until there are too few slots or blocks for the next one. Adds their
@@ -391,6 +381,7 @@ class Admission:
         return Lookup(num_found, located.num_joinable, reason, tier)
 
 
+@dataclass(eq=False)
 class Preemption:
     """Chooses victims (requests to preempt) and preempts them.
 
@@ -403,26 +394,15 @@ class Preemption:
       would preempt each other again and again.
     """
 
-    def __init__(
-        self,
-        aging_steps: int,
-        *,
-        queues: RequestQueues,
-        prefix_cache: PrefixCache,
-        allocator: Allocator,
-        tiers: TierLoads,
-        admission: Admission,
-        reuse: ReuseFinder,
-    ) -> None:
-        self.count = 0
-        """Requests preempted to make room for others."""
-        self._aging_steps = aging_steps
-        self._queues = queues
-        self._prefix_cache = prefix_cache
-        self._allocator = allocator
-        self._tiers = tiers
-        self._admission = admission
-        self._reuse = reuse
+    _aging_steps: int
+    _queues: RequestQueues
+    _prefix_cache: PrefixCache
+    _allocator: Allocator
+    _tiers: TierLoads
+    _admission: Admission
+    _reuse: ReuseFinder
+    count: int = 0
+    """Requests preempted to make room for others."""
 
     def preempt(self, request: Request) -> None:
         """Release the request's slot and blocks at once. Published blocks stay findable. Tokens that a step in flight
@@ -494,6 +474,7 @@ class Preemption:
         self.count += 1
 
 
+@dataclass(eq=False)
 class DecodePlanner:
     """Adds the decode rows of a step. `plan` is hot code: it handles every running request in every step.
 
@@ -504,11 +485,10 @@ class DecodePlanner:
       bound (hazard H19).
     """
 
-    def __init__(self, limits: Limits, *, policy: SpecPolicy, allocator: Allocator, preemption: Preemption) -> None:
-        self._limits = limits
-        self._policy = policy
-        self._allocator = allocator
-        self._preemption = preemption
+    _limits: Limits
+    _policy: SpecPolicy
+    _allocator: Allocator
+    _preemption: Preemption
 
     def plan(self, requests: Sequence[Request], step: StepBuilder) -> None:
         """Add a row for each request that has enough blocks or gets them. In the common case, a row is one token, and

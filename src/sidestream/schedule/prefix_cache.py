@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Protocol
 
@@ -269,70 +270,49 @@ class PrefixCache:
 
 
 class TierView(Protocol):
-    """The interface of tiers and transfers for the scheduler. Read-only; never blocks."""
+    """The interface of tiers and transfers for the scheduler. Read-only; never blocks. Without tiers, nothing is there
+    to load or to wait for, as the methods say here.
+    """
 
     def locate(self, keys: Sequence[Key]) -> list[Source]:
         """The tier of each block in the longest run of leading `keys` whose blocks are all in tiers."""
-        ...
+        return []
 
     def worth_loading(self, sources: Sequence[Source], *, num_blocks: int | None = None, num_partial: int = 0) -> bool:
         """Whether to load blocks from the tiers `sources`: True if that is expected to be faster than computing the
         tokens of `num_blocks` blocks (None: of the loaded blocks). `num_partial` of the blocks are loaded without the
         layers with a sliding window.
         """
-        ...
+        return False
 
     def head(self, sources: Sequence[Source], *, num_partial: int = 0) -> int:
         """How many of the first blocks to load, before the others are computed, so that all are there soonest; 0: none.
         For the arguments see `worth_loading`.
         """
-        ...
+        return 0
 
     def find_patience(self, num_blocks: int) -> float:
         """Seconds that a request may wait while tiers are asked for `num_blocks` blocks that another process may have
         stored; 0: it does not ask.
         """
-        ...
+        return 0.0
 
     def seconds_left(self, request_id: RequestId, epoch: int, *, step_s: float) -> float:
         """Seconds until a step that takes `step_s` can begin without waiting for the request's loads; 0: now."""
-        ...
+        return 0.0
 
     def transfers_fence(self) -> Fence | None:
         """A fence that is done when all transfers submitted so far have released their device blocks. None: they all
         have released them already.
         """
-        ...
-
-
-class NoTiers:
-    """The view of an engine without tiers other than the device."""
-
-    def locate(self, keys: Sequence[Key]) -> list[Source]:
-        """No block is in a tier."""
-        return []
-
-    def worth_loading(self, sources: Sequence[Source], *, num_blocks: int | None = None, num_partial: int = 0) -> bool:
-        """There is nothing to load."""
-        return False
-
-    def head(self, sources: Sequence[Source], *, num_partial: int = 0) -> int:
-        """There is nothing to load."""
-        return 0
-
-    def find_patience(self, num_blocks: int) -> float:
-        """There is no tier to ask."""
-        return 0.0
-
-    def seconds_left(self, request_id: RequestId, epoch: int, *, step_s: float) -> float:
-        """There are no loads."""
-        return 0.0
-
-    def transfers_fence(self) -> Fence | None:
-        """There are no transfers."""
         return None
 
 
+class NoTiers(TierView):
+    """The view of an engine without tiers other than the device."""
+
+
+@dataclass(eq=False)
 class TierLoads:
     """Decides between loading, promoting from disk and computing, and handles the ends of loads and promotions.
 
@@ -346,14 +326,11 @@ class TierLoads:
     divides   whether a part of a prefix can be loaded; not if recurrent states are needed, which are at its end
     """
 
-    def __init__(
-        self, limits: Limits, *, view: TierView, queues: RequestQueues, max_running: int, divides: bool
-    ) -> None:
-        self._divides = divides
-        self._limits = limits
-        self._view = view
-        self._queues = queues
-        self._max_running = max_running
+    _limits: Limits
+    _view: TierView
+    _queues: RequestQueues
+    _max_running: int
+    divides: bool
 
     # ------------------------------------------------------------------ decisions
 
@@ -407,7 +384,7 @@ class TierLoads:
         """Number of leading blocks that a request should wait for, some of them in tiers slower than host memory; 0: it
         should not wait.
         """
-        if not self._divides:  # rule: checkpoint-is-loaded-with-its-whole-prefix
+        if not self.divides:  # rule: checkpoint-is-loaded-with-its-whole-prefix
             return len(sources) if self._view.worth_loading(sources, num_partial=num_partial) else 0
         count = self._view.head(sources, num_partial=num_partial)
         return count if count > self.num_in_host(sources) else 0

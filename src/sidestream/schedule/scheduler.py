@@ -69,6 +69,7 @@ class Committed:
     invalidated: tuple[Key, ...]
 
 
+@dataclass(eq=False)
 class Committer:
     """Applies the results of steps that have ended. `commit` is hot code: it handles every row of every step.
 
@@ -78,20 +79,11 @@ class Committer:
     - Blocks computed before logits that were not finite are not published (hazard H9).
     """
 
-    def __init__(
-        self,
-        limits: Limits,
-        *,
-        queues: RequestQueues,
-        prefix_cache: PrefixCache,
-        policy: SpecPolicy,
-        states: StateCache | None = None,
-    ) -> None:
-        self._limits = limits
-        self._states = states
-        self._queues = queues
-        self._prefix_cache = prefix_cache
-        self._policy = policy
+    _limits: Limits
+    _queues: RequestQueues
+    _prefix_cache: PrefixCache
+    _policy: SpecPolicy
+    _states: StateCache | None
 
     def commit(
         self, batch: BatchPlan, results: Sequence[RowResult], fence: Fence, forced: Container[RequestId]
@@ -186,7 +178,7 @@ def _window_cache(
     if layers is None:
         return None
     tokens = limits.chunk_tokens + 1 + max_drafts
-    return WindowCache(limits, layers=layers, blocks=blocks, tiers=tiers, new_tokens=tokens, key_log=key_log)
+    return WindowCache(limits, layers, blocks, tiers, tokens, key_log)
 
 
 class Scheduler:
@@ -217,47 +209,19 @@ class Scheduler:
         self._view = view
         self._policy = policy or SpecPolicy(0)
         self._queues = queues = RequestQueues(limits.aging_steps)
-        self._states = (
-            None if states is None else StateCache(limits, states=states[0], region=states[1], slots=slots, tiers=view)
-        )
+        self._states = None if states is None else StateCache(limits, *states, slots, view)
         self._windows = _window_cache(windows, limits, blocks, view, self._policy.max_drafts, key_log)
         self._prefix_cache = cache = PrefixCache(limits, blocks, keys, self._states, key_log, windows=self._windows)
         # A checkpoint and pages are at the end of what is loaded, so a part of it would be of no use.
         divides = not (states or windows)
-        self._tiers = TierLoads(limits, view=view, queues=queues, max_running=slots.size, divides=divides)
-        self._allocator = Allocator(
-            limits,
-            blocks=blocks,
-            slots=slots,
-            prefix_cache=cache,
-            tiers=view,
-            states=self._states,
-            windows=self._windows,
-        )
-        reuse = ReuseFinder(limits, prefix_cache=cache, tiers=self._tiers, states=self._states, windows=self._windows)
-        self._prefill = PrefillPlanner(limits, tiers=view, allocator=self._allocator)
-        self._admission = Admission(
-            limits,
-            queues=queues,
-            prefix_cache=cache,
-            allocator=self._allocator,
-            tiers=self._tiers,
-            reuse=reuse,
-            prefill=self._prefill,
-        )
-        self._preemption = Preemption(
-            limits.aging_steps,
-            queues=queues,
-            prefix_cache=cache,
-            allocator=self._allocator,
-            tiers=self._tiers,
-            admission=self._admission,
-            reuse=reuse,
-        )
-        self._decode = DecodePlanner(
-            limits, policy=self._policy, allocator=self._allocator, preemption=self._preemption
-        )
-        self._committer = Committer(limits, queues=queues, prefix_cache=cache, policy=self._policy, states=self._states)
+        self._tiers = loads = TierLoads(limits, view, queues, slots.size, divides=divides)
+        self._allocator = allocator = Allocator(limits, blocks, slots, cache, view, self._states, self._windows)
+        reuse = ReuseFinder(limits, cache, loads, self._states, self._windows)
+        self._prefill = PrefillPlanner(limits, view, allocator)
+        self._admission = Admission(limits, queues, cache, allocator, loads, reuse, self._prefill)
+        self._preemption = Preemption(limits.aging_steps, queues, cache, allocator, loads, self._admission, reuse)
+        self._decode = DecodePlanner(limits, self._policy, allocator, self._preemption)
+        self._committer = Committer(limits, queues, cache, self._policy, self._states)
         self._owed: list[Fence] = []
         self._committed: tuple[Fence, ...] = ()  # fences of the last committed step
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Protocol
 
@@ -55,6 +56,7 @@ class TierUses(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class StateCache:
     """Owner of the leases of states, and of the checkpoints' keys.
 
@@ -74,17 +76,14 @@ class StateCache:
       earlier prompt, the end of that prompt's answer is evicted early, and its next turn may be computed again.
     """
 
-    def __init__(
-        self, limits: Limits, *, region: StateRegion, states: FencedPool, slots: FencedPool, tiers: TierUses
-    ) -> None:
-        self._limits = limits
-        self._region = region
-        self._states = states
-        self._slots = slots
-        self._tiers = tiers
-        self._to_store: dict[Key, bool] = {}  # and whether its request continued an earlier turn
-        self._turns: OrderedDict[Key, Turn] = OrderedDict()  # each checkpoint's turn, oldest first
-        self._superseded: list[Key] = []
+    _limits: Limits
+    _states: FencedPool
+    _region: StateRegion
+    _slots: FencedPool
+    _tiers: TierUses
+    _to_store: dict[Key, bool] = field(default_factory=dict)  # and whether its request continued an earlier turn
+    _turns: OrderedDict[Key, Turn] = field(default_factory=OrderedDict)  # each checkpoint's turn, oldest first
+    _superseded: list[Key] = field(default_factory=list)
 
     # ------------------------------------------------------------------ finding
 

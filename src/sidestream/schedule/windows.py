@@ -8,6 +8,7 @@ need the pages in the window before their first computed token, and no others.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sidestream.schedule.limits import Limits, reusable_tokens
@@ -36,6 +37,7 @@ class FreshPages(NamedTuple):
     after: tuple[Fence, ...]
 
 
+@dataclass(eq=False)
 class WindowCache:
     """Owner of the leases of pages, and of the pages' keys.
 
@@ -47,27 +49,19 @@ class WindowCache:
     - Tiers get only the pages in the windows before positions where later prompts probably continue: the end of the
       prompt, the place where it branches from earlier prompts, and the end of the answer. All other pages are evicted
       first.
+
+    _new_tokens   largest number of tokens of one request in a step
+    _key_log      see `Scheduler`
     """
 
-    def __init__(
-        self,
-        limits: Limits,
-        *,
-        layers: WindowedLayers,
-        blocks: FencedPool,
-        tiers: TierUses,
-        new_tokens: int,
-        key_log: DeviceKeyLog | None = None,
-    ) -> None:
-        """`new_tokens`: largest number of tokens of one request in a step. `key_log`: see `Scheduler`."""
-        self._limits = limits
-        self._layers = layers
-        self._blocks = blocks
-        self._tiers = tiers
-        self._new_tokens = new_tokens
-        self._key_log = key_log
-        self._running: dict[RequestId, Request] = {}
-        self._to_store: list[Key] = []
+    _limits: Limits
+    _layers: WindowedLayers
+    _blocks: FencedPool
+    _tiers: TierUses
+    _new_tokens: int
+    _key_log: DeviceKeyLog | None
+    _running: dict[RequestId, Request] = field(default_factory=dict)
+    _to_store: list[Key] = field(default_factory=list)
 
     # ------------------------------------------------------------------ finding
 

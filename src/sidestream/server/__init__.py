@@ -1,5 +1,4 @@
-"""The OpenAI-compatible HTTP server. Uses an engine only through the protocol `Backend`. Needs the packages of the
-extra `server`.
+"""The OpenAI-compatible HTTP server. Knows an engine only as a `FrontEnd`. Needs the packages of the extra `server`.
 
 Names are imported on first use, so the command line can read `ServerOptions` without these packages.
 """
@@ -11,16 +10,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sidestream.server.app import create_app
-    from sidestream.server.backend import Backend
     from sidestream.server.listen import bind, bind_shared
     from sidestream.server.options import ServerOptions
     from sidestream.server.run import RunningServer, serve
     from sidestream.server.supervisor import Supervisor
 
-__all__ = ["Backend", "RunningServer", "ServerOptions", "Supervisor", "bind", "bind_shared", "create_app", "serve"]
+__all__ = ["RunningServer", "ServerOptions", "Supervisor", "bind", "bind_shared", "create_app", "serve"]
 
 _MODULES = {
-    "Backend": "backend",
     "RunningServer": "run",
     "ServerOptions": "options",
     "Supervisor": "supervisor",

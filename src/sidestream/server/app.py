@@ -1,4 +1,4 @@
-"""The ASGI application: the OpenAI API and Anthropic's Messages API over a `Backend`, health and metrics."""
+"""The ASGI application: the OpenAI API and Anthropic's Messages API over a `FrontEnd`, health and metrics."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from sidestream.client.front_end import FrontEnd
 from sidestream.formats import (
     REASONING_FORMATS,
     reasoning_format_of,
@@ -26,7 +27,6 @@ from sidestream.formats import (
 from sidestream.processes.log_stream import lost_lines
 from sidestream.server.api_keys import KeyFile
 from sidestream.server.audit import AuditLog
-from sidestream.server.backend import Backend
 from sidestream.server.body import BodyReader, JsonResponse, Served
 from sidestream.server.cache_marks import CacheHints
 from sidestream.server.cache_prefixes import cache_routes
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from sidestream.server.batches import Batches
 
 
-def served_constants(backend: Backend, options: ServerOptions) -> Served:
+def served_constants(backend: FrontEnd, options: ServerOptions) -> Served:
     """The constants against which requests are checked. Gives the tokenizer the chat template of the options."""
     if options.chat_template is not None:
         backend.tokenizer.use_chat_template(Path(options.chat_template))
@@ -85,7 +85,7 @@ def served_constants(backend: Backend, options: ServerOptions) -> Served:
     )
 
 
-def health_reply(backend: Backend, path: str = "/health") -> tuple[int, Json]:
+def health_reply(backend: FrontEnd, path: str = "/health") -> tuple[int, Json]:
     """Status and body of the reply to a health check with one of the paths `HEALTH_PATHS`. `/livez` asks whether the
     server must be restarted, `/readyz` whether it answers new requests soon, any other path whether its engine serves.
     """
@@ -96,7 +96,7 @@ def health_reply(backend: Backend, path: str = "/health") -> tuple[int, Json]:
 
 
 def create_app(
-    backend: Backend,
+    backend: FrontEnd,
     *,
     options: ServerOptions,
     text: TextWork | None = None,
@@ -177,7 +177,7 @@ def _converting_routes(bodies: BodyReader, text: TextWork, stopping: CallbackEve
     return [Route(path, converting(kind), methods=["POST"]) for path, kind in kinds.items()]
 
 
-def _model_routes(model: Json, backend: Backend) -> list[Route]:
+def _model_routes(model: Json, backend: FrontEnd) -> list[Route]:
     """Routes of the one model and its adapters."""
 
     async def served() -> list[Json]:
@@ -197,13 +197,13 @@ def _model_routes(model: Json, backend: Backend) -> list[Route]:
     return [Route("/v1/models", models), Route("/v1/models/{name:path}", one_model)]
 
 
-def _limits(backend: Backend, options: ServerOptions, file: int | None) -> RateLimits | None:
+def _limits(backend: FrontEnd, options: ServerOptions, file: int | None) -> RateLimits | None:
     if options.api_keys is None:
         return None
     return RateLimits(KeyFile(options.api_keys), limits_file() if file is None else file, backend.count)
 
 
-def _watchers(backend: Backend, options: ServerOptions, served: Served) -> list[AuditLog | Tracing]:
+def _watchers(backend: FrontEnd, options: ServerOptions, served: Served) -> list[AuditLog | Tracing]:
     """Those that are told of the end of each request."""
     watchers: list[AuditLog | Tracing] = []
     if options.audit_log is not None:
@@ -222,7 +222,7 @@ def _batches(options: ServerOptions) -> Batches | None:
     return Batches(options.batch_directory, options.max_batch_directory_bytes)
 
 
-def _page(backend: Backend, options: ServerOptions, served: Served, draining: CallbackEvent) -> list[Route]:
+def _page(backend: FrontEnd, options: ServerOptions, served: Served, draining: CallbackEvent) -> list[Route]:
     """Routes of the page and its live figures, unless they are off."""
     if not options.page:
         return []
@@ -230,7 +230,7 @@ def _page(backend: Backend, options: ServerOptions, served: Served, draining: Ca
     return [*page_routes(options.root_path), Route("/metrics/stream", live, methods=["GET"])]
 
 
-def _state_routes(backend: Backend, options: ServerOptions, served: Served) -> list[Route]:
+def _state_routes(backend: FrontEnd, options: ServerOptions, served: Served) -> list[Route]:
     """Routes that say how the server is."""
 
     async def version(request: Request) -> Response:

@@ -20,9 +20,9 @@ import httpx
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from sidestream.client.front_end import FrontEnd
 from sidestream.errors import ConfigError, SidestreamError
 from sidestream.server.api_keys import MOST_PRIORITY, ApiKey
-from sidestream.server.backend import Backend
 from sidestream.server.batch_files import Answers, Batch, Request, keys_of
 from sidestream.server.batch_store import ACTIVE, MOST_REQUESTS, BatchStore, Json, lines_of
 from sidestream.server.middleware import INTERNAL_GRANT
@@ -46,7 +46,7 @@ class BatchRunner:
     """
 
     def __init__(
-        self, store: BatchStore, backend: Backend, app: ASGIApp, key_named: Callable[[str], ApiKey | None]
+        self, store: BatchStore, backend: FrontEnd, app: ASGIApp, key_named: Callable[[str], ApiKey | None]
     ) -> None:
         self._store, self._backend, self._app, self._key_named = store, backend, app, key_named
         self._task: asyncio.Task[None] | None = None

@@ -8,7 +8,7 @@ from pathlib import Path
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from sidestream.server.backend import Backend
+from sidestream.client.front_end import FrontEnd
 from sidestream.server.batch_routes import batch_routes
 from sidestream.server.batch_runner import BatchRunner
 from sidestream.server.batch_store import BatchStore
@@ -27,6 +27,6 @@ class Batches:
         """The endpoints."""
         return batch_routes(self._store, bodies, allowed_origins)
 
-    def runner(self, backend: Backend, app: ASGIApp, limits: RateLimits | None) -> BatchRunner:
+    def runner(self, backend: FrontEnd, app: ASGIApp, limits: RateLimits | None) -> BatchRunner:
         """The runner of the batches, which sends their requests to `app`."""
         return BatchRunner(self._store, backend, app, limits.keys.named if limits else lambda name: None)

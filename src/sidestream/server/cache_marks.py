@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple
 
 from starlette.datastructures import Headers
 
+from sidestream.client.front_end import FrontEnd
 from sidestream.config import SamplingParams
 from sidestream.errors import SidestreamError
-from sidestream.server.backend import Backend
 from sidestream.server.body import Strict, checked
 from sidestream.server.cache_fields import with_session
 from sidestream.server.errors import ApiError, bad_request
@@ -128,7 +128,7 @@ class CacheHints:
     max_ttl_s   upper bound of the time of a pin; 0: none is made
     """
 
-    def __init__(self, backend: Backend, max_ttl_s: float) -> None:
+    def __init__(self, backend: FrontEnd, max_ttl_s: float) -> None:
         self._backend = backend
         self._max_ttl_s = max_ttl_s
         self._tasks: set[asyncio.Task[None]] = set()

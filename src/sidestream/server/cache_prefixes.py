@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from sidestream.client.front_end import FrontEnd
 from sidestream.config import MOST_SALT_CHARS
-from sidestream.server.backend import Backend
 from sidestream.server.body import BodyReader, JsonResponse, Served, Strict, checked, parse_object
 from sidestream.server.conversation import Conversation, checked_messages, lay_out, layout_options
 from sidestream.server.errors import bad_request
@@ -103,7 +103,7 @@ PARSERS: Mapping[str, Callable[..., _Asked]] = {kind: partial(_parse, kind) for 
 """The work of `TextWork` for these endpoints, by kind."""
 
 
-def cache_routes(backend: Backend, bodies: BodyReader, text: TextWork, *, shows_text: bool) -> list[Route]:
+def cache_routes(backend: FrontEnd, bodies: BodyReader, text: TextWork, *, shows_text: bool) -> list[Route]:
     """The routes. `shows_text`: lists have the texts of prefixes."""
 
     async def pin(asked: _Asked) -> Json:

@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from sidestream.client.front_end import FrontEnd
 from sidestream.config import MOST_SALT_CHARS
-from sidestream.server.backend import Backend
 from sidestream.server.body import BodyReader, JsonResponse, Strict, checked, parse_object
 from sidestream.server.errors import ApiError
 from sidestream.server.fields import Body
@@ -29,7 +29,7 @@ BODIES: Mapping[str, tuple[Body, ...]] = {"/close_session": ((_Close, {}),)}
 """As `fields.BODIES`."""
 
 
-def session_routes(backend: Backend, bodies: BodyReader) -> list[Route]:
+def session_routes(backend: FrontEnd, bodies: BodyReader) -> list[Route]:
     """The route. Every key may close sessions of its own salt."""
 
     async def close(request: Request) -> Response:

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from sidestream.client.beam_search import BeamSearch, run_search
+from sidestream.client.front_end import FrontEnd
 from sidestream.config import SamplingParams
 from sidestream.errors import EngineStopped, InvariantError, SidestreamError
 from sidestream.formats import (
@@ -27,7 +29,6 @@ from sidestream.formats import (
     message_of,
 )
 from sidestream.server.anthropic_messages import MessagesReply, count_tokens, parse_messages
-from sidestream.server.backend import Backend
 from sidestream.server.body import EVENT_STREAM, BodyReader, JsonResponse, Served, to_json
 from sidestream.server.cache_explanation import FORGOTTEN, as_json
 from sidestream.server.cache_fields import SESSION_HEADER
@@ -102,35 +103,21 @@ def _detokenize(body: bytes, *, tokenizer: TokenizerLike, served: Served) -> byt
     return to_json({"prompt": tokenizer.decode(token_ids, skip_special_tokens=False)})
 
 
+@dataclass(eq=False)
 class Completions:
     """The endpoint of one API: chat, completions, messages or responses."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        bodies: BodyReader,
-        text: TextWork,
-        handle: Handle,
-        stopping: CallbackEvent,
-        model_name: str,
-        api: Api | Literal["messages", "responses"],
-        store: ResponseStore,
-        breaks: EarlyBreaks,
-        hints: CacheHints,
-        *,
-        explains: str,
-    ) -> None:
-        self._backend = backend
-        self._hints = hints
-        self._breaks = breaks
-        self._explains = explains
-        self._bodies = bodies
-        self._text = text
-        self._handle = handle
-        self._stopping = stopping
-        self._model_name = model_name
-        self._api = api
-        self._store = store
+    _backend: FrontEnd
+    _bodies: BodyReader
+    _text: TextWork
+    _handle: Handle
+    _stopping: CallbackEvent
+    _model_name: str
+    _api: Api | Literal["messages", "responses"]
+    _store: ResponseStore
+    _breaks: EarlyBreaks
+    _hints: CacheHints
+    explains: str
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read, validate, generate, reply, until the request's deadline. RequestMiddleware replies to failures."""
@@ -155,7 +142,7 @@ class Completions:
             call = dataclasses.replace(call, params=self._hints.with_session(call.params, headers))
         record.request_id, record.params = call.request_id or record.request_id, call.params
         if call.explain_cache or _asks_for_explanation(headers):
-            record.explains = "text" if has_admin_key(scope) else self._explains
+            record.explains = "text" if has_admin_key(scope) else self.explains
             if record.explains == "off":
                 message = "explanations are off: start the server with --explain-cache blocks, or leave this out"
                 raise ApiError(403, message, kind="permission_error", param="explain_cache", code="explanations_off")
@@ -439,7 +426,7 @@ def _timeout_s(headers: Headers, record: RequestRecord) -> float | None:
 
 
 async def generate_all(
-    backend: Backend,
+    backend: FrontEnd,
     call: Call,
     record: RequestRecord,
     emit: Emit,
@@ -496,7 +483,7 @@ async def generate_all(
         record.explanations["cache_explanation"] = found[0] if len(found) == 1 else found
 
 
-async def _explained(backend: Backend, name: str, prompt: Sequence[int], level: str) -> Json:
+async def _explained(backend: FrontEnd, name: str, prompt: Sequence[int], level: str) -> Json:
     """The explanation of one prompt. A failure costs the explanation, not the answer."""
     try:
         found = await backend.explain_cache(name)
@@ -505,7 +492,9 @@ async def _explained(backend: Backend, name: str, prompt: Sequence[int], level: 
     return as_json(found, prompt, backend.tokenizer, text=level == "text")
 
 
-def _deltas_of(backend: Backend, call: Call, prompt: tuple[int, ...], request_name: str) -> AsyncGenerator[Delta, None]:
+def _deltas_of(
+    backend: FrontEnd, call: Call, prompt: tuple[int, ...], request_name: str
+) -> AsyncGenerator[Delta, None]:
     """The deltas of the samples of one prompt; with a beam search, of its answers, which are complete."""
 
     def generate(ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Delta, None]:

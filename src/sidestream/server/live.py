@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager
 
 from starlette.types import Receive, Scope, Send
 
+from sidestream.client.front_end import FrontEnd
 from sidestream.errors import EngineStopped
-from sidestream.server.backend import Backend
 from sidestream.server.body import EVENT_STREAM, to_json
 from sidestream.server.errors import ApiError
 from sidestream.server.middleware import CallbackEvent, CancelOnDisconnect
@@ -59,7 +59,7 @@ class LiveStream:
     draining   ends all streams when it is set
     """
 
-    def __init__(self, backend: Backend, draining: CallbackEvent, *, model_name: str, replica: str) -> None:
+    def __init__(self, backend: FrontEnd, draining: CallbackEvent, *, model_name: str, replica: str) -> None:
         self._backend = backend
         self._draining = draining
         self._head: Json = {"model": model_name, "replica": replica}

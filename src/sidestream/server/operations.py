@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from sidestream.server.backend import Backend
+from sidestream.client.front_end import FrontEnd
 from sidestream.server.body import BodyReader, JsonResponse, Strict, checked, parse_object
 from sidestream.server.errors import ApiError, bad_request
 from sidestream.server.fields import Body
@@ -51,7 +51,7 @@ BODIES: Mapping[str, tuple[Body, ...]] = {
 """As `fields.BODIES`."""
 
 
-def operation_routes(backend: Backend, bodies: BodyReader) -> list[Route]:
+def operation_routes(backend: FrontEnd, bodies: BodyReader) -> list[Route]:
     """The routes of all operations."""
 
     async def reset_prefix_cache(request: Request) -> Response:

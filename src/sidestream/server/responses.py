@@ -8,7 +8,7 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from sidestream.errors import InvariantError
 from sidestream.formats import (
@@ -37,32 +37,6 @@ def _finite(logprob: float) -> float:
     if logprob < math.inf:
         return max(logprob, _LOWEST_LOGPROB)
     raise InvariantError(f"a token's log-probability is {logprob}: it must be a number of 0 or less")
-
-
-class ResponseFormat(Protocol):
-    """The names and the structure of one API's replies. The argument `logprobs` of other methods is a result of the
-    method `logprobs`.
-    """
-
-    id_prefix: str
-    response_object: str
-    chunk_object: str
-
-    def first_chunk(self, index: int, echo: str) -> Json | None:
-        """A sample's first chunk, before the model's text; None if it would be empty. `echo`: the text that it has."""
-        ...
-
-    def chunk(self, index: int, text: str, logprobs: Json | None, finish_reason: str | None) -> Json:
-        """A streamed choice."""
-        ...
-
-    def choice(self, index: int, text: str, logprobs: Json | None, finish_reason: str) -> Json:
-        """A complete choice."""
-        ...
-
-    def logprobs(self, tokens: Sequence[SpelledToken], *, as_ids: bool) -> Json:
-        """Log-probabilities of consecutive tokens. `as_ids`: a token is named `token_id:7` in place of its text."""
-        ...
 
 
 @dataclass(slots=True)
@@ -139,7 +113,7 @@ class ChatFormat:
     chunk_object = "chat.completion.chunk"
 
     def first_chunk(self, index: int, echo: str) -> Json | None:
-        """A choice whose delta has the role."""
+        """A sample's first chunk, before the model's text: a choice whose delta has the role. `echo`: its text."""
         return self._delta(index, {"role": "assistant", "content": echo}, None, None)
 
     def chunk(self, index: int, text: str, logprobs: Json | None, finish_reason: str | None) -> Json:
@@ -171,7 +145,9 @@ class ChatFormat:
         return choice
 
     def logprobs(self, tokens: Sequence[SpelledToken], *, as_ids: bool) -> Json:
-        """`content`: one entry per token with its bytes and its alternatives."""
+        """Log-probabilities of consecutive tokens. `content`: one entry per token with its bytes and its alternatives.
+        `as_ids`: a token is named `token_id:7` in place of its text.
+        """
 
         def entry(token: SpelledToken) -> Json:
             return {"token": _name(token, as_ids), "logprob": token.logprob, "bytes": list(token.data)}
@@ -299,7 +275,8 @@ def _by_name(token: SpelledToken, as_ids: bool) -> dict[str, float | None]:
 
 
 CHAT_FORMAT = ChatFormat()
-RESPONSE_FORMATS: dict[Api, ResponseFormat] = {"chat": CHAT_FORMAT, "text": CompletionFormat()}
+RESPONSE_FORMATS: dict[Api, ChatFormat | CompletionFormat] = {"chat": CHAT_FORMAT, "text": CompletionFormat()}
+"""The names and the structure of each API's replies."""
 
 
 @dataclass(slots=True)

@@ -17,9 +17,9 @@ from functools import partial
 import uvicorn
 from starlette.datastructures import State
 
+from sidestream.client.front_end import FrontEnd
 from sidestream.processes.signals import on_stop_signal
 from sidestream.server.app import create_app, health_reply, served_constants
-from sidestream.server.backend import Backend
 from sidestream.server.completions import text_handle
 from sidestream.server.connections import ConnectionLimits
 from sidestream.server.listen import bind
@@ -53,7 +53,7 @@ class RunningServer:
 
 
 def serve(
-    backend: Backend,
+    backend: FrontEnd,
     options: ServerOptions,
     *,
     listener: socket.socket | None = None,
