@@ -421,11 +421,11 @@ def test_an_engine_without_a_compiler_warms_up_uncompiled_layers(
         assert isinstance(model, PagedModel)
         forward = model.forward
 
-        def once_it_fails(*given: Any) -> torch.Tensor:
+        def once_it_fails(*given: Any, **named: Any) -> torch.Tensor:
             steps.append(as_written(model)[0])
             if stage == "the first step" and len(steps) == 1:
                 fail()
-            return forward(*given)
+            return forward(*given, **named)
 
         monkeypatch.setattr(model, "forward", once_it_fails)
         monkeypatch.setattr(

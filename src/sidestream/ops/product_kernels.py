@@ -21,9 +21,9 @@ def multiply_row(
     BIAS: tl.constexpr, WHOLE: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """OUTPUTS outputs of the product of one row with INPUTS inputs, plus the bias; CHUNK inputs a time. WHOLE: there are
-    multiples of OUTPUTS and of CHUNK. OVERLAP: the program may start before the previous kernel has ended. Before it
-    waits, it reads only weights, which no kernel of the same step writes. Grid (tiles of outputs).
+    """OUTPUTS outputs of the product of one row with INPUTS inputs, plus the bias; CHUNK inputs a time. WHOLE: both
+    numbers are multiples of OUTPUTS and of CHUNK. OVERLAP: the program may start before the previous kernel has ended.
+    Before it waits, it reads only weights, which no kernel of the same step writes. Grid (tiles of outputs).
     """
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     column = tl.arange(0, CHUNK)
