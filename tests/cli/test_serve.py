@@ -140,6 +140,7 @@ def test_a_signal_while_kv_is_stored_ends_the_server_at_once() -> None:
             ("--allowed-origins", "*", "--allowed-origins", "http://a/"),
             "--allowed-origins has 'http://a/': give an origin as browsers send it",
         ),
+        (("--served-model-name", "sql", "--lora-modules", "sql=DIR"), "'sql' is the model itself: give the adapter"),
     ],
 )
 def test_a_bad_option_is_refused_before_loading(run: Run, tiny: Path, options: tuple[object, ...], said: str) -> None:
