@@ -13,7 +13,7 @@ from adapter_rig import edit_adapter, make_adapter, merge
 from batch_rig import one_row
 
 from proof.tiny_models import tiny_model_dir
-from sidestream import LLM, ModelError, RequestOutput, SamplingParams
+from sidestream import LLM, ConfigError, ModelError, RequestOutput, SamplingParams
 from sidestream.errors import RequestRejected
 from sidestream.models import load_model
 from sidestream.models.compiled import compile_layers, compiling
@@ -248,6 +248,11 @@ def test_a_damaged_adapter_is_refused(damage: Any, message: str, roomy: LLM, tin
     with pytest.raises(RequestRejected, match=message):
         roomy.adapters.load("bad", str(adapter))
     assert not roomy.adapters.names
+
+
+def test_adapters_that_do_not_fit_the_memory_are_refused_by_the_options(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match=r"max_loras 100000, max_lora_rank 1000000.* memory of .* does not fit"):
+        engine(tiny, max_loras=100_000, max_lora_rank=1_000_000)
 
 
 def test_an_adapter_at_start_that_cannot_be_loaded_stops_the_start(tiny: Path, tmp_path: Path) -> None:

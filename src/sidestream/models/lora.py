@@ -29,6 +29,8 @@ from sidestream.models.divided import Division, Gathered, Reduced
 from sidestream.models.fp8 import Fp8Linear
 from sidestream.models.packed import GgmlLinear
 from sidestream.models.weights import READ_BY_OTHERS, PackedLinear
+from sidestream_kv.device.kinds import on_host
+from sidestream_kv.device.machine import check_fits
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MATRIX = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
@@ -127,19 +129,24 @@ class Adapters:
     ) -> None:
         """Allocates the matrices, in `dtype`, and changes the module. `pads`: whether passes have padding, and are
         never captured in a CUDA graph. `divided`: how a sharded model's Linears were divided, by name. Raises
-        ModelError if no layer can have adapters.
+        ModelError if no layer can have adapters, and ConfigError if they do not fit the host's memory.
         """
         self.slots, self.rank = slots, rank
         self._like = next(module.parameters()).new_empty(0, dtype=dtype)
         self._mask = ColumnMask()
         self._chosen: Tensor | None = None
+        linears, columns = [*_linears(module)], slots * rank
+        if on_host(self._like.device):
+            values = columns * (1 + slots + sum(child.in_features + child.out_features for *_, child in linears))
+            named = f"adapters (max_loras {slots}, max_lora_rank {rank})"
+            check_fits(named, values * self._like.itemsize, promised=0)
         table = torch.eye(slots).repeat_interleave(rank, 1).to(self._like)
         self._columns = pad(table, (0, 0, 1, 0))  # [slots + 1, slots * rank]
         self._parts: dict[str, AdaptedLinear] = {}
         self._filled: set[int] = set()
         self._pads, self._divided = pads, divided
-        for name, parent, last, child in _linears(module):
-            adapted = AdaptedLinear(child, self._mask, slots * rank, self._like)
+        for name, parent, last, child in linears:
+            adapted = AdaptedLinear(child, self._mask, columns, self._like)
             setattr(parent, last, adapted)
             self._parts[name] = adapted
         if not self._parts:
@@ -261,7 +268,7 @@ def _scale(config: Mapping[str, Any], path: str, name: str, rank: int) -> float:
     return float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
-def _linears(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
+def _linears(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
     """The Linears that may have adapters: name in the whole model, parent, name in the parent, module. Left out are
     those that others read, that see some tokens only (experts, the last layer's logits), or that are shared.
     """
