@@ -62,10 +62,10 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 LINES = {
     "sidestream_kv": 18_290,
     "sidestream_order": 6_050,
-    "sidestream": 52_580,
+    "sidestream": 52_630,
     "proof": 21_060,
     "bench": 11_090,
-    "tests": 72_010,
+    "tests": 72_050,
 }
 
 

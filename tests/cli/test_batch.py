@@ -342,6 +342,7 @@ def test_a_server_that_refuses_or_is_gone_answers_nothing(files: Files, served: 
     [
         (("--concurrency", "0"), "--concurrency is 0: give a whole number in [1, 4096]"),
         (("--url", "localhost:8000"), "--url is 'localhost:8000' (no scheme or no host): give one such as http://"),
+        (("--url", "http://x:99999"), "--url is 'http://x:99999' (its port is 99999, not 1 to 65535): give one such"),
         (("--url", "http://x", "--kv-memory", "1GiB"), "--url is given with a model or options of an engine"),
     ],
 )

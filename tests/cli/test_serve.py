@@ -124,6 +124,8 @@ def test_a_signal_while_kv_is_stored_ends_the_server_at_once() -> None:
             "--uds is '/tmp/s' and --port is 8000: give a Unix socket or an address, not both",
         ),
         (("--ssl-keyfile", "k"), "--ssl-keyfile is k without --ssl-certfile"),
+        (("--max-hint-ttl", -1), "--max-hint-ttl is -1.0: give a number of seconds"),
+        (("--watchdog-timeout", 0), "--watchdog-timeout is 0.0: give a number of seconds"),
         (("--stall-timeout", 0), "--stall-timeout is 0: no reply could be sent"),
         (("--max-connections", 0), "--max-connections is 0: it must be a whole number in [1, 1048576]"),
         (("--api-processes", 65), "--api-processes is 65: give a whole number in [1, 64]"),
@@ -140,6 +142,7 @@ def test_a_signal_while_kv_is_stored_ends_the_server_at_once() -> None:
             ("--allowed-origins", "*", "--allowed-origins", "http://a/"),
             "--allowed-origins has 'http://a/': give an origin as browsers send it",
         ),
+        (("--served-model-name", "sql", "--lora-modules", "sql=DIR"), "'sql' is the model itself: give the adapter"),
     ],
 )
 def test_a_bad_option_is_refused_before_loading(run: Run, tiny: Path, options: tuple[object, ...], said: str) -> None:

@@ -137,6 +137,7 @@ def test_a_server_without_the_stream_is_named_in_one_line(
     [
         ("ftp://x", "'ftp://x' is no URL of a server: give one such as http://127.0.0.1:8000"),
         ("http://x:99999", "is no URL of a server"),
+        ("http://[::1", "is no URL of a server"),
         ("http://127.0.0.1:9", "http://127.0.0.1:9 does not answer"),
     ],
 )

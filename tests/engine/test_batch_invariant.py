@@ -131,6 +131,18 @@ def test_keys_of_invariant_kv_depend_on_the_mode_and_the_number_of_threads(llama
     assert len(set(fingerprints)) == 3
 
 
+@pytest.mark.parametrize("wrote", [True, False])
+def test_a_directory_of_the_other_mode_is_refused_and_the_mode_is_named(
+    wrote: bool, llama: Path, tmp_path: Path
+) -> None:
+    offload = OffloadConfig(host="4MiB", disk=tmp_path / "kv")
+    engine(llama, batch_invariant=wrote, kv_memory="8MiB", offload=offload).close()
+    mode, other = r"'\w{32} with batch_invariant \(\w+ with 1 threads, 16 rows, torch [^']+\)'", r"'\w{32}'"
+    then, here = (mode, other) if wrote else (other, mode)
+    with pytest.raises(ConfigError, match=f"fingerprint {then} .here {here}.*, or load the model as that fingerprint"):
+        engine(llama, batch_invariant=not wrote, kv_memory="8MiB", offload=offload)
+
+
 def test_the_first_part_of_a_batch_waits_for_the_loads_of_all_parts() -> None:
     waited: list[int] = []
     tables = torch.tensor([[1, 0], [2, 3]])

@@ -49,7 +49,9 @@ def test_answers_obey_their_grammar_beside_answers_without_one(asynchronous: boo
             rig.expect(reply, prompt, 20)
 
 
-def test_drafts_obey_the_grammar_and_are_still_accepted() -> None:
+@pytest.mark.parametrize("drafts", [3, 2])
+def test_drafts_obey_the_grammar_and_are_still_accepted(drafts: int) -> None:
+    """Also if all rows of a step have fewer drafts than the engine allows: the host reads each row's own."""
     model = ToyModel()
     speculative = SpeculativeConfig(max_drafts=3, adaptive=False)
     with masked(
@@ -57,7 +59,8 @@ def test_drafts_obey_the_grammar_and_are_still_accepted() -> None:
     ) as rig:
         asked = prompts(2, 8)
         replies = [
-            ask(rig, prompt, 40) if number % 3 else rig.submit(prompt, 40) for number, prompt in enumerate(asked)
+            ask(rig, prompt, 40, max_drafts=drafts) if number % 3 else rig.submit(prompt, 40, max_drafts=drafts)
+            for number, prompt in enumerate(asked)
         ]
         for number, (reply, prompt) in enumerate(zip(replies, asked, strict=True)):
             assert reply.wait().token_ids() == (expected if number % 3 else lambda model, *of: model.expected(*of))(
@@ -172,7 +175,7 @@ def test_masks_and_drafts_are_refused_while_a_step_uses_them() -> None:
             executor.open_masks(1)
         entry = executor._mailbox.take_entry()
         with pytest.raises(InvariantError, match="drafts were read before"):
-            executor._mailbox.read_drafts(entry, 1, reading)
+            executor._mailbox.read_drafts(entry, 1, 0, reading)
         entry.lease.release()
         hold.release()
         assert reply.reason == "length"

@@ -13,7 +13,7 @@ from adapter_rig import edit_adapter, make_adapter, merge
 from batch_rig import one_row
 
 from proof.tiny_models import tiny_model_dir
-from sidestream import LLM, ModelError, RequestOutput, SamplingParams
+from sidestream import LLM, ConfigError, ModelError, RequestOutput, SamplingParams
 from sidestream.errors import RequestRejected
 from sidestream.models import load_model
 from sidestream.models.compiled import compile_layers, compiling
@@ -196,6 +196,10 @@ _numbers = itertools.count()
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is .'lm_head'.*not supported"),
         ({"r": 8}, "the rank of .*_proj is 8, and adapters may have up to 4: raise max_lora_rank"),
+        ({"lora_alpha": "16"}, "lora_alpha of .*_proj is '16': give a finite number"),
+        ({"lora_alpha": 10**400}, "lora_alpha of .*_proj is 1000*: give a finite number"),
+        ({"alpha_pattern": ["q_proj"]}, "alpha_pattern is .'q_proj'.: give an object of regular expressions"),
+        ({"alpha_pattern": {"(": 1}}, "alpha_pattern is .'.': 1.: give an object of regular expressions"),
         ({"parts": ("embed_tokens",), "r": 4}, "embed_tokens.* cannot have adapters; those that can: down_proj, g"),
     ],
 )
@@ -216,12 +220,20 @@ def _halved(adapter: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
+def _without_rank(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[:0] if "lora_A" in name else tensor[:, :0]
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (_of_another_model, "it is an adapter of another model"),
         (_halved, "adapter_model.safetensors cannot be read"),
         (lambda adapter: edit_adapter(adapter, lambda name, tensor: tensor * float("nan")), "not finite"),
+        (lambda adapter: edit_adapter(adapter, lambda name, tensor: tensor * 3e38), "not finite .* which is 4:"),
+        (lambda adapter: edit_adapter(adapter, lambda name, tensor: tensor.char()), "int8 .*: save it in float32"),
+        (lambda adapter: edit_adapter(adapter, lambda name, tensor: tensor.sum()), r"has matrices \[\] and \[\]"),
+        (lambda adapter: edit_adapter(adapter, _without_rank), r"the model takes \[1, 64\] and \[32, 1\]"),
         (
             lambda adapter: edit_adapter(adapter, lambda name, tensor: None if "lora_B" in name else tensor),
             "only one of the matrices",
@@ -236,6 +248,11 @@ def test_a_damaged_adapter_is_refused(damage: Any, message: str, roomy: LLM, tin
     with pytest.raises(RequestRejected, match=message):
         roomy.adapters.load("bad", str(adapter))
     assert not roomy.adapters.names
+
+
+def test_adapters_that_do_not_fit_the_memory_are_refused_by_the_options(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match=r"max_loras 100000, max_lora_rank 1000000.* memory of .* does not fit"):
+        engine(tiny, max_loras=100_000, max_lora_rank=1_000_000)
 
 
 def test_an_adapter_at_start_that_cannot_be_loaded_stops_the_start(tiny: Path, tmp_path: Path) -> None:

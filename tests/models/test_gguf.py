@@ -435,9 +435,11 @@ def test_a_file_that_cannot_be_served_is_refused(llama: Path, damage: Callable[[
         (lambda path: edit_json(path / "config.json", num_hidden_layers=1), "hold .* that a model of .* does not use"),
         (lambda path: edit_json(path / "config.json", mlp_only_layers=[0]), "lack 3 of the model's tensors"),
         (lambda path: edit_json(path / "config.json", num_local_experts=3), "have the wrong shape"),
+        (lambda path: edit_json(path / "config.json", num_experts_per_tok=0), "num_experts_per_tok as 0: .* 1 to 4"),
+        (lambda path: edit_json(path / "config.json", num_experts_per_tok=5), "num_experts_per_tok as 5: .* 1 to 4"),
         (lambda path: edit_json(path / "config.json", hidden_act="gelu"), "experts compute gelu"),
     ],
-    ids=["half a pair", "missing", "surplus", "dense", "number", "activation"],
+    ids=["half a pair", "missing", "surplus", "dense", "number", "none chosen", "all chosen", "activation"],
 )
 def test_a_file_with_other_experts_than_its_config_is_refused(
     experts: Path, damage: Callable[[Path], object], said: str

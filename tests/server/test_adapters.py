@@ -39,6 +39,7 @@ def test_a_loaded_adapter_is_listed_and_answers_under_its_name() -> None:
     [
         ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "missing"}, 400, "lora_path"),
         ("/v1/load_lora_adapter", {"lora_name": "x"}, 400, "lora_path"),
+        ("/v1/load_lora_adapter", {"lora_name": "fake", "lora_path": "/adapters/sql"}, 400, "lora_name"),
         ("/v1/unload_lora_adapter", {"lora_name": "x"}, 404, "lora_name"),
         ("/v1/cache/pin", {"prompt": "hi", "ttl_s": 1, "model": "x"}, 400, "model"),
     ],

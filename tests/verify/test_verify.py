@@ -307,8 +307,9 @@ def test_bad_input_names_value_bound_and_remedy() -> None:
         Plan(longest=100)
     with pytest.raises(ConfigError, match="questions is 0: it must be at least 1"):
         Plan(questions=0)
-    with pytest.raises(ConfigError, match="no URL of a server"):
-        Endpoint("ftp://x")
+    for url in ("ftp://x", "http://[::1", "http://x:99999", "http://x:y"):
+        with pytest.raises(ConfigError, match="no URL of a server"):
+            Endpoint(url)
     with pytest.raises(SidestreamError, match="does not answer"):
         Endpoint("http://127.0.0.1:9")
 

@@ -44,6 +44,8 @@ def ask_server(batch: Batch, url: str, api_key: str | None, at_once: int) -> Non
         )
         if client.base_url.scheme not in ("http", "https") or not client.base_url.host:
             raise httpx.InvalidURL("no scheme or no host")
+        if not 0 < (port := client.base_url.port or 80) < 1 << 16:
+            raise httpx.InvalidURL(f"its port is {port}, not 1 to 65535")
     except httpx.InvalidURL as fault:
         raise ConfigError(f"url is {url!r} ({fault}): give one such as http://127.0.0.1:8000") from None
     _ask(client, batch, at_once)

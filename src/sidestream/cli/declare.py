@@ -270,6 +270,8 @@ _FIELDS = {
     "body_timeout_s": "body_timeout",
     "stall_timeout_s": "stall_timeout",
     "drain_s": "drain_seconds",
+    "max_hint_ttl_s": "max_hint_ttl",
+    "watchdog_timeout_s": "watchdog_timeout",
 }
 
 

@@ -32,6 +32,7 @@ from sidestream.cli.progress import Steps
 from sidestream.cli.server_options import kv_events_config, server_options
 from sidestream.config import EngineConfig, KVEventsConfig
 from sidestream.errors import ConfigError
+from sidestream.models.directory import name_of
 from sidestream.processes.log_stream import JSON_LAYOUT
 from sidestream.processes.signals import on_stop_signal, print_stacks
 from sidestream.server.options import ServerOptions
@@ -83,6 +84,7 @@ def serve(
     prepare_model(model)
     check_packages()
     engine = dataclasses.replace(engine, kv_events=events)
+    _check_adapters(engine, server.served_model_name or name_of(model))
     if single_process:
         _serve_in_one_process(model, server, engine, watch)
     else:
@@ -95,6 +97,14 @@ def _check_processes(api_processes: int | None, *, single_process: bool) -> None
         raise ConfigError(f"api_processes is {api_processes}: give a whole number in [1, {_MOST_API_PROCESSES}]")
     if api_processes is not None and single_process:
         raise ConfigError(f"api_processes is {api_processes} and single_process is on: give only one of the two")
+
+
+def _check_adapters(config: EngineConfig, name: str) -> None:
+    """Raise ConfigError if an adapter has the model's own name."""
+    if same := [one for one in config.lora_modules if one.partition("=")[0] == name]:
+        raise ConfigError(
+            f"lora_modules has {same[0]!r}, but {name!r} is the model itself: give the adapter another name"
+        )
 
 
 def check_packages() -> None:

@@ -8,7 +8,6 @@ import json
 import time
 from collections.abc import Generator, Iterator
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
@@ -17,6 +16,7 @@ from rich.live import Live
 from sidestream.cli.declare import Option, flag
 from sidestream.cli.top_view import Screen
 from sidestream.errors import ConfigError, SidestreamError
+from sidestream.verify.endpoint import server_url
 
 _CONNECT_S, _SILENCE_S, _AGAIN_S = 5.0, 15.0, 1.0
 _STREAM = "/metrics/stream"
@@ -69,14 +69,7 @@ class LiveSource:
     """The stream of live figures of the server at `url`. Raises ConfigError for an unusable URL."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        try:
-            usable = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
-        except ValueError:
-            usable = False
-        if not usable:
-            raise ConfigError(f"{url!r} is no URL of a server: give one such as http://127.0.0.1:8000")
-        self._parts = parts
+        self._parts = parts = server_url(url)
         self._url = parts.geturl().rstrip("/")
         self._path = parts.path.rstrip("/").removesuffix("/v1") + _STREAM
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}

@@ -77,7 +77,7 @@ class PagedModel:
     eos_token_ids   end-of-sequence tokens of the model's generation config
     padding_token   see `counted_token`; prompts must not contain this token
     fingerprint     128-bit hash in hex of config, weights and dtype, equal in every process; in a sharded model, also
-                    of the rank and the number of ranks
+                    of the rank and the number of ranks. With `batch_invariant`, followed by what bits depend on
     weights_fingerprint  the hash of the whole model, equal on all ranks
     module          the transformers module; call it through `forward`
     pads            whether a forward computes padding tokens

@@ -31,6 +31,7 @@ _STATEFUL_LAYERS = {"linear_attention", "conv", "mamba", "hybrid", "mlp", "moe"}
 _SWITCHING_ROPE = {"dynamic", "longrope"}
 _UNBOUNDED = 131_072  # positions of a model without any, whose config gives no bound
 _UNUSED_WIDTH = 16  # the smallest of attention on a GPU
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Nested configs that describe parts of a decoder. Any other nested config describes another model, such as an encoder.
 _PARTS = {"attn_config", "ffn_config"}
 # The decoder half of an encoder-decoder has these sizes in its config, even where is_encoder_decoder is false.
@@ -231,6 +232,13 @@ def _refusal_by_fields(config: PreTrainedConfig) -> str | None:
         and any(getattr(model_class, "_is_stateful", False) for model_class in causal_classes(config))
     ):
         return f"{kind} keeps recurrent state besides its KV: only attention layers are served"
+    experts = max((number for name in _EXPERTS for number in _of_layers(config, name) if number), default=0)
+    for chosen in _of_layers(config, "num_experts_per_tok"):
+        if experts and isinstance(chosen, int) and not 1 <= chosen <= experts:  # ggml's kernels divide by it
+            return (
+                f"config.json gives num_experts_per_tok as {chosen}: a token may choose 1 to {experts}, the number of "
+                "experts; correct it"
+            )
     limit = getattr(config, "time_step_limit", None) if stateful else None
     if limit is not None and tuple(limit) != NO_LIMIT:
         return (

@@ -15,13 +15,13 @@ _ALIGNED = 4  # on a GPU, torch's softmax adds in another order where rows begin
 
 
 def arithmetic(device: torch.device, compute_threads: int | None) -> str:
-    """What the bits of KV depend on besides the model, as a text."""
+    """What the bits of KV depend on besides the model: the rest of the fingerprint, to be read in messages."""
     if on_host(device):
         threads = compute_threads or torch.get_num_threads()
         machine = f"{torch.backends.cpu.get_cpu_capability()} with {threads} threads, {ROWS} rows"
     else:
         machine = torch.cuda.get_device_name(device)
-    return f"batch invariant: {machine}, torch {torch.__version__}"
+    return f" with batch_invariant ({machine}, torch {torch.__version__})"
 
 
 def make_invariant(model: PagedModel, *, quantised: bool = False) -> None:

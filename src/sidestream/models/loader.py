@@ -133,10 +133,10 @@ def load_model(
                 module.config, dtype=served, block_tokens=block_tokens, device=device, ranks=ranks
             )
         variant = _fix_ropes(module, text, max_model_len) + "unbound time steps" * unbind_time_steps(module)
-        if batch_invariant:
-            variant += arithmetic(device, compute_threads)  # rule: keys-tell-invariant-kv
         # Computed on the host, so that the fingerprint is the same on every device.
         fingerprint = fingerprint_of(module, variant=variant)
+        if batch_invariant:
+            fingerprint += arithmetic(device, compute_threads)  # rule: keys-tell-invariant-kv
         if on_gpu(device):
             use_compile_cache()  # the self-check launches the first kernels
         divided = _place(module, group, fingerprint, device)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +29,12 @@ from sidestream.models.divided import Division, Gathered, Reduced
 from sidestream.models.fp8 import Fp8Linear
 from sidestream.models.packed import GgmlLinear
 from sidestream.models.weights import READ_BY_OTHERS, PackedLinear
+from sidestream_kv.device.kinds import on_host
+from sidestream_kv.device.machine import check_fits
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MATRIX = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _IN_LAYER = re.compile(r"\.\d+\.")
 # Fields of PEFT's config that change a forward, with the values that leave it as it is here.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -125,19 +129,24 @@ class Adapters:
     ) -> None:
         """Allocates the matrices, in `dtype`, and changes the module. `pads`: whether passes have padding, and are
         never captured in a CUDA graph. `divided`: how a sharded model's Linears were divided, by name. Raises
-        ModelError if no layer can have adapters.
+        ModelError if no layer can have adapters, and ConfigError if they do not fit the host's memory.
         """
         self.slots, self.rank = slots, rank
         self._like = next(module.parameters()).new_empty(0, dtype=dtype)
         self._mask = ColumnMask()
         self._chosen: Tensor | None = None
+        linears, columns = [*_linears(module)], slots * rank
+        if on_host(self._like.device):
+            values = columns * (1 + slots + sum(child.in_features + child.out_features for *_, child in linears))
+            named = f"adapters (max_loras {slots}, max_lora_rank {rank})"
+            check_fits(named, values * self._like.itemsize, promised=0)
         table = torch.eye(slots).repeat_interleave(rank, 1).to(self._like)
         self._columns = pad(table, (0, 0, 1, 0))  # [slots + 1, slots * rank]
         self._parts: dict[str, AdaptedLinear] = {}
         self._filled: set[int] = set()
         self._pads, self._divided = pads, divided
-        for name, parent, last, child in _linears(module):
-            adapted = AdaptedLinear(child, self._mask, slots * rank, self._like)
+        for name, parent, last, child in linears:
+            adapted = AdaptedLinear(child, self._mask, columns, self._like)
             setattr(parent, last, adapted)
             self._parts[name] = adapted
         if not self._parts:
@@ -184,20 +193,29 @@ class Adapters:
         matrices = {}
         for name, pair in sorted(found.items()):
             down, up = self._checked(path, name, pair)
-            scale = _scale(config, name, len(down))
+            scale = _scale(config, path, name, len(down))
             digest.update(f"{name} {down.dtype} {up.dtype} {list(down.shape)} {scale!r}\n".encode())
             for tensor in (down, up):
                 digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
             if (division := self._divided.get(name)) is not None:  # columns of `down`, or rows of `up`
                 down, up = (division.of(down), up) if division.dim else (down, division.of(up))
-            matrices[name] = down.to(self._like), (up.float() * scale).to(self._like)
+            matrices[name] = own = down.to(self._like), (up.float() * scale).to(self._like)
+            if not all(matrix.isfinite().all() for matrix in own):
+                raise ModelError(
+                    f"{path}: {name} has values that are not finite in {self._like.dtype}, times lora_alpha / r, which "
+                    f"is {scale:g}: fetch the adapter again"
+                )
         return Adapter(digest.hexdigest()[:32], matrices)
 
     def _checked(self, path: str, name: str, pair: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         if len(pair) < 2:
             raise ModelError(f"{path}: {name} has only one of the matrices lora_A and lora_B")
         down, up = pair["A"], pair["B"]
-        rank = len(down)
+        if {down.dtype, up.dtype} - {*_DTYPES}:
+            raise ModelError(
+                f"{path}: {name} has matrices of {down.dtype} and {up.dtype}: save it in float32, bfloat16 or float16"
+            )
+        rank = max((1, *down.shape[:1]))
         if rank > self.rank:
             raise ModelError(
                 f"{path}: the rank of {name} is {rank}, and adapters may have up to {self.rank}: raise max_lora_rank"
@@ -209,8 +227,6 @@ class Adapters:
                 f"{path}: {name} has matrices {list(down.shape)} and {list(up.shape)}, the model takes "
                 f"{list(expected[0])} and {list(expected[1])}: it is an adapter of another model"
             )
-        if not (down.isfinite().all() and up.isfinite().all()):
-            raise ModelError(f"{path}: {name} has values that are not finite")
         return down, up
 
     def put(self, slot: int, adapter: Adapter | None) -> None:
@@ -238,17 +254,21 @@ class Adapters:
         self._mask.value = None if chosen is None else self._columns[pad(chosen, (0, num_tokens - len(chosen)))]
 
 
-def _scale(config: Mapping[str, Any], name: str, rank: int) -> float:
-    """As PEFT scales the matrices of this Linear."""
-    alpha = config.get("lora_alpha", 8)
-    for pattern, value in (config.get("alpha_pattern") or {}).items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", name):
-            alpha = value
-            break
+def _scale(config: Mapping[str, Any], path: str, name: str, rank: int) -> float:
+    """As PEFT scales the matrices of this Linear. Raises ModelError."""
+    alpha, patterns = config.get("lora_alpha", 8), config.get("alpha_pattern") or {}
+    try:
+        own = (value for pattern, value in patterns.items() if re.fullmatch(rf"(.*\.)?({pattern})", name))
+        alpha = next(own, alpha)
+    except (AttributeError, re.error) as error:
+        message = f"{path}: alpha_pattern is {patterns!r:.300}: give an object of regular expressions and numbers"
+        raise ModelError(message) from error
+    if type(alpha) not in (int, float) or not abs(alpha) <= sys.float_info.max:
+        raise ModelError(f"{path}: lora_alpha of {name} is {alpha!r:.300}: give a finite number")
     return float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
-def _linears(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
+def _linears(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
     """The Linears that may have adapters: name in the whole model, parent, name in the parent, module. Left out are
     those that others read, that see some tokens only (experts, the last layer's logits), or that are shared.
     """

@@ -495,7 +495,9 @@ class Executor:
 
     def drafts_of(self, launched: LaunchedStep) -> list[list[int]]:
         """The drafts of the decode rows of an unsampled step, after its fence."""
-        return self._mailbox.read_drafts(launched.entry, launched.batch.num_decodes, launched.fence)
+        assert launched.unsampled is not None
+        draft_len = launched.unsampled.step.sizes.draft_len
+        return self._mailbox.read_drafts(launched.entry, launched.batch.num_decodes, draft_len, launched.fence)
 
     def open_masks(self, num_rows: int) -> Masks:
         """The memory for `num_rows` token masks of the step that is sampled next."""

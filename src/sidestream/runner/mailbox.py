@@ -169,13 +169,16 @@ class Mailbox:
         """
         self._write_fields(start, {"drafts": drafts}, stream)
 
-    def read_drafts(self, entry: MailboxEntry, num_rows: int, fence: Fence) -> list[list[int]]:
-        """Read the drafts of a step's decode rows, after the fence of its forward pass. Engine thread only."""
+    def read_drafts(self, entry: MailboxEntry, num_rows: int, draft_len: int, fence: Fence) -> list[list[int]]:
+        """Read the drafts of a step's decode rows, after the fence of its forward pass. Engine thread only.
+        `draft_len`: the K of `write_drafts`, which may be less than the largest number of drafts.
+        """
         if not fence.poll():  # rule: drafts-are-read-after-their-pass
             raise InvariantError(f"the drafts were read before {fence!r}")
         if self._tracer is not None:
             self._tracer.host_touched(lambda: [entry.access(write=False)], "read drafts")
-        drafts: list[list[int]] = self._values(entry, "drafts", num_rows).tolist()
+        values = self._values(entry, "drafts", num_rows).reshape(-1)[: num_rows * draft_len]
+        drafts: list[list[int]] = values.reshape(num_rows, draft_len).tolist()
         return drafts
 
     def write_prompt(self, start: int, logprobs: Mapping[str, Tensor], stream: Stream) -> None:

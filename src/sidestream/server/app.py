@@ -140,7 +140,7 @@ def create_app(
             *_converting_routes(bodies, text, stopping),
             *_state_routes(backend, options, served),
             *_page(backend, options, served, draining),
-            *operation_routes(backend, bodies),
+            *operation_routes(backend, bodies, served.model_name),
             *session_routes(backend, bodies),
             *cache_routes(backend, bodies, text, shows_text=options.explain_cache == "text"),
             *document_routes(served.model_name, known_paths),

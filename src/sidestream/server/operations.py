@@ -51,8 +51,8 @@ BODIES: Mapping[str, tuple[Body, ...]] = {
 """As `fields.BODIES`."""
 
 
-def operation_routes(backend: FrontEnd, bodies: BodyReader) -> list[Route]:
-    """The routes of all operations."""
+def operation_routes(backend: FrontEnd, bodies: BodyReader, model_name: str) -> list[Route]:
+    """The routes of all operations. `model_name`: as served, which no adapter may have."""
 
     async def reset_prefix_cache(request: Request) -> Response:
         check_query(request, ("tier", "timeout_s"))
@@ -94,6 +94,8 @@ def operation_routes(backend: FrontEnd, bodies: BodyReader) -> list[Route]:
         check_query(request, ("timeout_s",))
         async with bodies.read(request) as body:
             asked: Any = checked(_LoadedAdapter, parse_object(body), {})
+        if asked.lora_name == model_name:
+            raise bad_request(f"lora_name is {model_name!r}, as the model's own: give another name", "lora_name")
         await backend.adapters.load(asked.lora_name, asked.lora_path, timeout_s=_timeout_s(request))
         return JsonResponse({"lora_name": asked.lora_name, "loaded": True})
 

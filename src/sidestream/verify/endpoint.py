@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from sidestream.errors import ConfigError, SidestreamError
 
@@ -67,16 +67,24 @@ class Refused(SidestreamError):
         self.status = status
 
 
+def server_url(url: str) -> SplitResult:
+    """The parts of a server's URL; without a scheme, it is http. Raises ConfigError."""
+    try:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        if parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0):
+            return parts
+    except ValueError:  # brackets without an end, or a port that is no number up to 65535
+        pass
+    raise ConfigError(f"{url!r} is no URL of a server: give one such as http://127.0.0.1:8000")
+
+
 class Connection:
     """Calls a server at `url`. Raises ConfigError for an unusable URL, and SidestreamError if the server cannot be
     reached.
     """
 
     def __init__(self, url: str, *, key: str | None = None, timeout_s: float = 120.0) -> None:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{url!r} is no URL of a server: give one such as http://127.0.0.1:8000")
-        self._parts = parts
+        self._parts = parts = server_url(url)
         self._path = parts.path.rstrip("/").removesuffix("/v1")
         self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         self._timeout_s = timeout_s

@@ -274,6 +274,9 @@ def _check_description(directory: Path, found: dict[str, Any], wanted: Descripti
             for name in ("dtype", "block_tokens")
             if found.get(name) != wanted[name]
         )
+        then, here = str(found.get("fingerprint")), str(wanted.get("fingerprint"))
+        if then != here and then.split()[:1] == here.split()[:1]:  # the same weights, in another mode
+            as_before += ", or load the model as that fingerprint says"
         raise ConfigError(
             f"disk directory {directory} was written by another model or layout: {', '.join(differing)}: "
             f"give another directory, or delete it{as_before}"
