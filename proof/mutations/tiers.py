@@ -214,6 +214,12 @@ EQUIVALENT = (
     .unreached(
         "no schedule runs a command", "cli/test_cache.py::test_a_directory_is_cleared_only_when_no_engine_uses_it"
     ),
+    Fault("H11", "`sidestream cache gc` deletes a block that an engine reads")
+    .without("block-in-use-is-not-collected", Never())
+    .unreached(
+        "no schedule runs a command",
+        "cli/test_cache.py::test_unused_blocks_are_deleted_while_an_engine_uses_the_others",
+    ),
     Fault("H9", "an engine whose directory was removed writes no block until it is started again")
     .without("lost-directory-is-noticed", Always())
     .unreached(

@@ -60,6 +60,48 @@ def test_damaged_blocks_are_found_and_removed_while_an_engine_uses_the_others(tm
     assert sorted(tier.index) == [KEYS[0], KEYS[2]]
 
 
+def test_unused_blocks_are_deleted_while_an_engine_uses_the_others(tmp_path: Path) -> None:
+    tier, most = tier_at(tmp_path, *KEYS), 8 * entry_bytes(LAYOUT)
+    before = run("stat", tmp_path, "--json")["disk_bytes"]
+    assert run("gc", tmp_path, "--unused-days", 1, "--keep", most, "--json")["directories"][0]["deleted"] == 0
+    run("gc", tmp_path, "--keep", 2 * entry_bytes(LAYOUT))
+    tier.refresh()
+    assert sorted(tier.index) == KEYS[1:]  # the least recently used one is gone
+    assert run("stat", tmp_path, "--json")["disk_bytes"] == before - entry_bytes(LAYOUT)
+    lease = tier.index.pin([KEYS[2]])
+    (found,) = run("gc", tmp_path, "--unused-days", 0, "--json")["directories"]
+    assert (found["deleted"], found["kept"], found["in_use"]) == (1, 1, 1)
+    lease.release()
+    tier.refresh()
+    assert sorted(tier.index) == KEYS[2:]
+    for key in KEYS:  # and freed slots are written again
+        if key not in tier.index:
+            grant = tier.index.reserve(key)
+            assert grant is not None
+            tier.write(grant, memoryview(bytes(LAYOUT.block_bytes)))
+            tier.index.publish(grant)
+    assert run("verify", tmp_path, "--json")["good"] == 3
+    tier.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ((), "give --unused-days, --keep or both"),
+        (("--unused-days", -1), "--unused-days is -1: give 0 to 36500"),
+        (("--unused-days", "nan"), "--unused-days is nan"),
+        (("--keep", "some"), "--keep is 'some'"),
+    ],
+)
+def test_a_collection_without_a_bound_or_with_a_wrong_one_is_refused(
+    options: tuple[object, ...], told: str, tmp_path: Path
+) -> None:
+    tier_at(tmp_path, *KEYS).close()
+    result = CliRunner().invoke(app, ["cache", "gc", str(tmp_path), *map(str, options)])
+    assert told in str(result.exception) + result.output
+    assert run("stat", tmp_path, "--json")["blocks"] == 3
+
+
 def test_a_directory_is_cleared_only_when_no_engine_uses_it(tmp_path: Path) -> None:
     tier = tier_at(tmp_path, *KEYS)
     (tmp_path / "notes.txt").write_text("mine")
@@ -101,8 +143,8 @@ def test_the_parts_that_keep_two_directories_from_sharing_are_printed(tmp_path: 
     assert "same model and layout" in run("diff", one, one)
 
 
-@pytest.mark.parametrize("command", ["ls", "stat", "describe", "verify", "clear"])
+@pytest.mark.parametrize("command", ["ls", "stat", "describe", "verify", "gc --keep=1", "clear"])
 def test_a_directory_without_a_tier_is_refused(tmp_path: Path, command: str) -> None:
-    result = CliRunner().invoke(app, ["cache", command, str(tmp_path)])
+    result = CliRunner().invoke(app, ["cache", *command.split(), str(tmp_path)])
     assert result.exit_code != 0
     assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,9 @@ from rich.table import Table
 
 from sidestream.cli.declare import Command, Group, Option, named
 from sidestream.cli.options import AsJson, Logging, LogLevel
+from sidestream.errors import ConfigError
 
+_MOST_DAYS = 36_500
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A disk directory, as given to --offload-disk.")]
 
 app = typer.Typer(
@@ -130,6 +132,41 @@ def verify(
         print(f"{found.good} blocks are good, {len(found.faults)} damaged{removed}, {found.skipped} being written")
     if found.faults:
         raise typer.Exit(1)
+
+
+@app.command(cls=Command)
+@named
+def gc(
+    directory: Directory,
+    unused_days: Annotated[float | None, Option("Delete blocks that were not used for so many days.", "DAYS")] = None,
+    keep: Annotated[str | None, Option("Keep so much, the blocks that were used last.", "SIZE")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Delete blocks that were not used for long, of DIR or of its ranks, and give their space back to the file
+    system. Engines may use the directory: what they read or write now is kept.
+    """
+    from sidestream_kv.config import parse_bytes
+    from sidestream_kv.offload.tiers import inspection
+
+    if unused_days is None and keep is None:
+        raise ConfigError("nothing says which blocks to delete: give --unused-days, --keep or both")
+    if unused_days is not None and not 0 <= unused_days <= _MOST_DAYS:
+        raise ConfigError(f"unused_days is {unused_days:g}: give 0 to {_MOST_DAYS}")
+    before_s = None if unused_days is None else time.time() - 86_400 * unused_days
+    size = None if keep is None else parse_bytes(keep, option="keep")
+    rows = []
+    directories = [inspection.Inspection(path) for path in inspection.directories_of_tier(directory)]
+    for each in directories:
+        share = None if size is None else size // len(directories)
+        found = each.collect(used_before_s=before_s, keep_bytes=share)
+        rows.append({"path": str(each.path), **dataclasses.asdict(found)})
+        if not as_json:
+            print(
+                f"{each.path}: {found.deleted} blocks deleted, {found.freed_bytes:,} bytes free again, {found.kept} "
+                f"blocks kept, {found.in_use} of them because they are in use"
+            )
+    if as_json:
+        print(json.dumps({"directories": rows}, indent=2))
 
 
 @app.command(cls=Command)

@@ -152,6 +152,13 @@ class TierDirectory:
         except FileNotFoundError:
             return -1
 
+    def bytes_on_disk(self, name: str) -> int:
+        """Bytes that a file takes on disk; 0 if it is missing. Raises OSError."""
+        try:
+            return 512 * os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_blocks
+        except FileNotFoundError:
+            return 0
+
     def remove(self, name: str) -> None:
         """Delete a file, if it exists. Raises OSError."""
         with contextlib.suppress(FileNotFoundError):

@@ -27,7 +27,7 @@ class DirectoryStat:
 
     blocks, capacity_blocks  number of blocks, and of slots for them
     block_bytes              bytes of a slot
-    disk_bytes               bytes of all segment files
+    disk_bytes               bytes that all segment files take on disk
     in_use                   whether an engine uses the directory
     last_used_s              time of the last use of the block that was used last; None if there is no block
     """
@@ -49,6 +49,21 @@ class Verified:
     good: int
     faults: tuple[str, ...]
     skipped: int
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """The result of a collection.
+
+    deleted, kept  numbers of blocks
+    in_use         number of blocks to delete that engines read or write now; they are kept
+    freed_bytes    bytes that went back to the file system; 0 where it cannot take back a part of a file
+    """
+
+    deleted: int
+    kept: int
+    in_use: int
+    freed_bytes: int
 
 
 def find_directories(path: Path) -> list[Path]:
@@ -126,7 +141,7 @@ class Inspection:
             len(slots),
             geometry.num_slots,
             geometry.slot_bytes,
-            sum(self._directory.size(name) for name in segments),
+            sum(self._directory.bytes_on_disk(name) for name in segments),
             self._locks.in_use,
             int(records.stamps[slots].max()) / 1e9 if len(slots) else None,
         )
@@ -145,11 +160,46 @@ class Inspection:
                 good += 1
             else:
                 faults.append(f"block {entry.key.hex()} in slot {slot} {fault}")
-                if delete and self._locks.own(slot):
-                    if self._table.check(slot) == check_of(slot, entry):
-                        self._table.void(slot)
-                    self._locks.release(slot)
+                if delete:
+                    self._delete(slot, entry)
         return Verified(good, tuple(faults), skipped)
+
+    def collect(self, *, used_before_s: float | None = None, keep_bytes: int | None = None) -> Collected:
+        """Delete blocks, the least recently used first, and return their space to the file system.
+
+        used_before_s  delete blocks that were last used before this time; None: of any time
+        keep_bytes     delete the blocks that do not fit into this size; None: there is no bound
+
+        Blocks that engines read or write now are kept. Raises OSError.
+        """
+        records, size = self._table.records(), self._table.geometry.slot_bytes
+        slots = np.flatnonzero(records.checks)
+        slots = records.by_use(slots[records.valid(slots)])
+        count = max(0, len(slots) - (len(slots) if keep_bytes is None else keep_bytes // size))
+        if used_before_s is not None:
+            count = max(count, int((records.stamps[slots] < int(used_before_s * 1e9)).sum()))
+        segments = Segments(self._directory, self._table.geometry, identity=identity_of(self.description), direct=False)
+        deleted = freed = 0
+        for slot, entry in zip(slots[:count].tolist(), records.entries(slots[:count]), strict=True):
+            done = self._delete(slot, entry, segments)
+            deleted += done is not None
+            freed += size * bool(done)
+        segments.close()
+        return Collected(deleted, len(slots) - deleted, count - deleted, freed)
+
+    def _delete(self, slot: int, entry: Entry, segments: Segments | None = None) -> bool | None:
+        """Delete an entry. Returns whether its space went back to the file system; None: the slot is leased, or has
+        another entry by now.
+        """
+        if not self._locks.own(slot):  # rule: block-in-use-is-not-collected
+            return None
+        try:
+            if self._table.check(slot) != check_of(slot, entry):
+                return None
+            self._table.void(slot)
+            return segments is not None and segments.give_back(slot)
+        finally:
+            self._locks.release(slot)
 
     def _read_all(self) -> Iterator[tuple[int, Entry, str | None]]:
         """Each slot, its entry, and the fault of the entry: empty if it has none, None if it is being overwritten."""

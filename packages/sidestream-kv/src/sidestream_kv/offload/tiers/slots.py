@@ -63,6 +63,7 @@ from sidestream_kv.offload.tiers.index import Entry
 from sidestream_kv.types import Key
 
 PAGE = 4096
+_PUNCH_HOLE = 0x03  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE of Linux
 FORMAT_VERSION = 2
 HEADER_BYTES = PAGE
 
@@ -462,6 +463,22 @@ class Segments:
         fd, offset = self._place(target, False, make=True)
         if os.pwrite(fd, content, offset) != num_bytes:
             raise OSError(f"slot {source} is cut short")
+
+    def give_back(self, slot: int) -> bool:
+        """Return a slot's space to the file system: its bytes become zeros. The caller owns the slot, whose record is
+        void. False: the file system cannot do this, or the file is gone. Raises OSError.
+        """
+        try:
+            fd, offset = self._place(slot, False, make=False)
+        except FileNotFoundError:
+            return False
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+        if not libc.fallocate(fd, _PUNCH_HOLE, offset, self._geometry.slot_bytes):
+            return True
+        if (error := ctypes.get_errno()) == errno.EOPNOTSUPP:
+            return False
+        raise OSError(error, os.strerror(error), self.path(slot))
 
     def path(self, slot: int) -> str:
         """The slot's file and position, for messages."""
