@@ -62,10 +62,10 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 LINES = {
     "sidestream_kv": 18_290,
     "sidestream_order": 6_050,
-    "sidestream": 53_070,
+    "sidestream": 53_090,
     "proof": 21_130,
     "bench": 11_150,
-    "tests": 71_910,
+    "tests": 71_940,
 }
 
 

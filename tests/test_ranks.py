@@ -78,7 +78,7 @@ def test_two_ranks_equal_one_with_offload_preemption_and_drafts(model: Path, tmp
 
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
 def test_hybrids_on_two_ranks_equal_one_from_every_tier(family: str, tmp_path: Path) -> None:
-    """KV and recurrent states of both ranks are one entry: on disk, both ranks hold the same entries. All in one batch."""
+    """KV and recurrent states of both ranks are one entry: on disk, both ranks hold the same entries."""
     model = tiny_model_dir(family, tmp_path / family, 0)
     options = OPTIONS | {"chunk_tokens": 16, "speculative": SpeculativeConfig("ngram", max_drafts=2)}
     with LLM(model, kv_memory="4MiB", **options) as llm:
