@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from sidestream.engine import worker_main
 from sidestream.errors import OutOfDeviceMemory
 from sidestream.ranks.link import RankConnection
 from sidestream.ranks.messages import Arrived
@@ -41,6 +40,8 @@ def main(descriptor: int) -> None:
         link.wait_for_begin()
         link.report(Arrived())
         os._exit(3)
+    from sidestream.engine import worker_main  # seconds of imports, of which a rank that leaves early needs none
+
     worker_main.main(descriptor, on_device=run_out)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sidestream.processes.garbage import freeze_gc_heap
+from sidestream.processes.garbage import collections_paused, freeze_gc_heap
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +22,15 @@ def as_it_was() -> Iterator[None]:
 def nothing_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
     """A collection looks at all modules of this process, which takes a second."""
     monkeypatch.setattr(gc, "collect", lambda: 0)
+
+
+def test_collections_pause_for_imports_and_stay_off_where_they_were() -> None:
+    with pytest.raises(ImportError), collections_paused():
+        with collections_paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled()
 
 
 @pytest.mark.usefixtures("nothing_is_collected")

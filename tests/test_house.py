@@ -62,10 +62,10 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 LINES = {
     "sidestream_kv": 18_370,
     "sidestream_order": 6_050,
-    "sidestream": 52_660,
+    "sidestream": 52_690,
     "proof": 21_070,
     "bench": 11_090,
-    "tests": 72_100,
+    "tests": 72_120,
 }
 
 

@@ -36,9 +36,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_dir("llama", tmp_path_factory.mktemp("ranks") / "llama", 0)
 
 
-def answers(llm: LLM) -> tuple[list[Sequence[int]], list[float], list[str]]:
+def answers(llm: LLM, prompts: list[list[int]] = PROMPTS) -> tuple[list[Sequence[int]], list[float], list[str]]:
     """Tokens, log-probabilities and the tier that the prompts came from."""
-    outputs = llm.generate(PROMPTS, PARAMS)
+    outputs = llm.generate(prompts, PARAMS)
     tiers = sorted({tier for output in outputs for tier in output.cached.by_tier})
     return (
         [tuple(output.token_ids) for output in outputs],
@@ -82,12 +82,12 @@ def test_hybrids_on_two_ranks_equal_one_from_every_tier(family: str, tmp_path: P
     model = tiny_model_dir(family, tmp_path / family, 0)
     options = OPTIONS | {"chunk_tokens": 16, "speculative": SpeculativeConfig("ngram", max_drafts=2)}
     with LLM(model, kv_memory="4MiB", **options) as llm:
-        expected, expected_logprobs, _ = answers(llm)
+        expected, expected_logprobs, _ = answers(llm, PROMPTS[:4])
     offload = OffloadConfig(host="8MiB", disk=tmp_path / "kv")
     for tier in ("host", "disk"):
         with LLM(model, tensor_parallel=2, offload=offload, kv_memory="1MiB", **options) as llm:
             for _ in range(2 if tier == "host" else 1):
-                tokens, logprobs, found = answers(llm)
+                tokens, logprobs, found = answers(llm, PROMPTS[:4])
                 assert tokens == expected
                 assert logprobs == pytest.approx(expected_logprobs, abs=5e-3)
                 if tier == "host":
@@ -134,8 +134,9 @@ def test_pins_hold_and_drops_reach_the_tiers_of_two_ranks(model: Path, tmp_path:
         (before,) = llm.generate(PROMPTS[:1], PARAMS)
         llm.flush()
         pinned = llm.pin_prefix(PROMPTS[0], ttl_s=60)
+        first = dataclasses.replace(PARAMS, max_tokens=1)
         for salt in map(str, range(12)):
-            llm.generate(PROMPTS[1:], PARAMS, cache_salt=salt)
+            llm.generate(PROMPTS[1:], first, cache_salt=salt)
         (again,) = llm.generate(PROMPTS[:1], PARAMS)
         assert again.token_ids == before.token_ids
         assert again.cached.host == pinned.tokens > 0

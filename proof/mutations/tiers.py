@@ -290,7 +290,7 @@ EXEMPT = (
     Exempt("Medium._owns", ("release", "release"), "see written-slot-is-released"),
     Exempt("Medium._spare_slots", ("extend",), "it only proposes slots: see slot-is-taken-as-it-was-seen"),
     Exempt("Medium._publish", ("publish",), "see record-is-published-after-its-payload"),
-    Exempt("Inspection.verify", ("release",), "the command ends, and its leases with it"),
+    Exempt("Inspection._delete", ("release",), "the command ends, and its leases with it"),
     Exempt("Inspection._read_all", ("share", "release"), "a block that is overwritten meanwhile counts as damaged"),
     Exempt("clear", ("remove", "remove", "remove"), "what a command is for"),
     Exempt("OffloadWorker._turn", ("poll",), "see entries-of-other-processes-are-found"),

@@ -106,8 +106,9 @@ def _stage(workload: Workload) -> Iterator[None]:
     """
     threads = torch.get_num_threads()
     pause_s, store_pause_s, refresh_s = tier_io.PAUSE_S, store_tier.PAUSE_S, index._REFRESH_S
-    fills, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new tensors, too
+    deterministic = torch.get_deterministic_debug_mode()
+    # Fills new tensors, too. `use_deterministic_algorithms` would import torch's compiler: seconds of each process.
+    torch.set_deterministic_debug_mode("warn")
     torch.set_num_threads(1)
     tier_io.PAUSE_S = LOAD_DEADLINE_S
     store_tier.PAUSE_S = 0.0  # of the clock
@@ -120,7 +121,7 @@ def _stage(workload: Workload) -> Iterator[None]:
     finally:
         tier_io.PAUSE_S, store_tier.PAUSE_S, index._REFRESH_S = pause_s, store_pause_s, refresh_s
         torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(fills, warn_only=warns)
+        torch.set_deterministic_debug_mode(deterministic)
 
 
 class _Schedule:

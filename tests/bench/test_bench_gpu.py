@@ -10,7 +10,7 @@ import pytest
 from command_runner import Run
 from engine_rig import serving
 
-from bench import engine, speculative
+from bench import engine, ranks, speculative, windows
 from proof.report import Figure
 from proof.tiny_models import tiny_model_dir
 from sidestream.types import StepPlan
@@ -56,7 +56,9 @@ FIGURES = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_benchmark_measures_on_the_cpu_too(name: str, run: Run) -> None:
+def test_benchmark_measures_on_the_cpu_too(name: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, rounds in ((engine, "_RESUMES"), (ranks, "_ROUNDS"), (windows, "_ROUNDS")):
+        monkeypatch.setattr(module, rounds, 2)  # as the others' --rounds
     done = run(name, "--device", "cpu", "--json", *COMMANDS[name].split())
     assert done.exit_code == 0, done.stderr
     report = json.loads(done.stdout)

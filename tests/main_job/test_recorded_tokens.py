@@ -44,7 +44,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 def tokens_of(model: str, disk: Path, *, max_drafts: int | None) -> dict[str, list[list[int]]]:
-    """Tokens of every prompt by every choice, with a pool that holds about half of the prompts."""
+    """Tokens of every prompt by every choice, all at once, with a pool that holds about half of them."""
     ids: Sequence[int] = Tokenizer.load(model).encode(sample_text())
     speculation = None
     if max_drafts is not None:
@@ -53,16 +53,16 @@ def tokens_of(model: str, disk: Path, *, max_drafts: int | None) -> dict[str, li
     with LLM(
         model,
         dtype="float32",
-        kv_memory=256 * kv_token_bytes(model, dtype="float32"),
+        kv_memory=768 * kv_token_bytes(model, dtype="float32"),
         chunk_tokens=64,
         offload=OffloadConfig(host="64MiB", disk=disk, disk_capacity="256MiB"),
         speculative=speculation,
     ) as llm:
-        for name, choice in CHOICES.items():
-            params = SamplingParams(max_tokens=10, ignore_eos=True, **choice)
-            prompts = [ids[start:stop] for start, stop in PROMPTS]
-            outputs = llm.generate(prompts, params)
-            found[name] = [list(sample.token_ids) for output in outputs for sample in output.completions]
+        asked = [(name, ids[start:stop]) for name in CHOICES for start, stop in PROMPTS]
+        params = [SamplingParams(max_tokens=10, ignore_eos=True, **CHOICES[name]) for name, _ in asked]
+        outputs = llm.generate([prompt for _, prompt in asked], params)
+    for (name, _), output in zip(asked, outputs, strict=True):
+        found.setdefault(name, []).extend(list(sample.token_ids) for sample in output.completions)
     return found
 
 

@@ -44,12 +44,14 @@ LENGTHS = (5, 40, 1, 17)
 _MOST = 7
 
 
+Counted = tuple[PagedModel, list[int]]
 near = partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_compiled() -> None:
-    torch._dynamo.reset()
+def nothing_is_compiled(request: pytest.FixtureRequest) -> None:
+    if "counted" not in request.fixturenames:
+        torch._dynamo.reset()
 
 
 def loaded(directory: Path, family: str = "llama", **changes: Any) -> PagedModel:
@@ -112,25 +114,38 @@ def test_invariant_linears_are_joined_as_others_are(tmp_path: Path) -> None:
     near(logits(model), expected)
 
 
-def test_number_of_compilations_does_not_grow_with_layers_or_lengths(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> Counted:
+    """A model of six layers that was compiled for lengths equal to other sizes first, and its graphs. The tests that
+    use it come one after another.
+    """
+    torch._dynamo.reset()
     graphs: list[int] = []
-    model = loaded(tmp_path, num_hidden_layers=6)
-    compile_layers(model, backend=counting(graphs))
-    with compiling():
-        logits(model)
-    assert len(graphs) <= _MOST
-
-
-def test_a_length_equal_to_another_size_causes_no_compilation_p3(tmp_path: Path) -> None:
-    """The compiler takes sizes that are equal for one size: 128 rows on heads of 128 were compiled for alone."""
-    graphs: list[int] = []
-    model = loaded(tmp_path)
+    model = loaded(tmp_path_factory.mktemp("counted"), num_hidden_layers=6)
     compile_layers(model, backend=counting(graphs))
     sizes = {model.layout.head_dim, model.num_heads, int(model.config.hidden_size)}
     assert min(sizes) > 1 and max(sizes) <= 64
     with compiling():
         logits(model, [*sizes, 1, 3])
+    return model, graphs
+
+
+def test_a_length_equal_to_another_size_causes_no_compilation_p3(counted: Counted) -> None:
+    """The compiler takes sizes that are equal for one size: 128 rows on heads of 128 were compiled for alone."""
+    assert len(counted[1]) <= _MOST
+
+
+def test_number_of_compilations_does_not_grow_with_layers_or_lengths(counted: Counted) -> None:
+    model, graphs = counted
+    with compiling():
+        logits(model)
     assert len(graphs) <= _MOST
+
+
+def test_compiler_settings_of_the_process_are_not_changed(counted: Counted) -> None:
+    """That no size is broadcast is true of tokens here, and not of what others compile."""
+    added = torch.compile(lambda x, y: (x + y).sum(), dynamic=True, backend="eager")
+    assert added(torch.ones(5, 3), torch.ones(5, 3)) == added(torch.ones(5, 3), torch.ones(1, 3)) == 30
 
 
 def test_the_width_of_rotary_embeddings_is_compiled_as_static() -> None:
@@ -391,16 +406,6 @@ def test_several_models_are_compiled_in_one_process(tmp_path: Path) -> None:
         with torch._dynamo.config.patch(recompile_limit=2), compiling():
             logits(model, [5])
         assert len(graphs) >= 3  # what is alike in all of them was compiled before
-
-
-def test_compiler_settings_of_the_process_are_not_changed(tmp_path: Path) -> None:
-    """That no size is broadcast is true of tokens here, and not of what others compile."""
-    model = loaded(tmp_path)
-    compile_layers(model, backend=counting([]))
-    with compiling():
-        logits(model)
-    added = torch.compile(lambda x, y: (x + y).sum(), dynamic=True, backend="eager")
-    assert added(torch.ones(5, 3), torch.ones(5, 3)) == added(torch.ones(5, 3), torch.ones(1, 3)) == 30
 
 
 @pytest.mark.parametrize("is_rank", [False, True])

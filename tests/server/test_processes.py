@@ -442,15 +442,7 @@ def test_a_single_process_ends_after_a_bound_if_its_engine_does_not_close(tiny: 
     assert "error: the engine did not close within 0.5 s, because thread sidestream-engine hangs" in log[-1]
 
 
-def test_no_process_outlives_a_killed_supervisor(tiny: Path) -> None:
-    with serving(tiny, "--api-processes", 1) as server:
-        server.stream()
-        processes = [server.engine, *server.apis]
-        server.process.kill()
-        until(lambda: not any(map(lives, processes)), within_s=10.0)
-
-
-def test_api_processes_share_responses_until_the_supervisor_ends(
+def test_api_processes_share_responses_and_a_killed_supervisor_leaves_nothing(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -465,8 +457,11 @@ def test_api_processes_share_responses_until_the_supervisor_ends(
             previous = response["id"]
         (directory,) = tmp_path.glob("sidestream-responses-*")
         assert (directory.stat().st_mode & 0o777, len(list(directory.iterdir()))) == (0o700, 4)
+        server.stream()
+        processes = [server.engine, *server.apis]
         server.process.kill()
         until(lambda: not directory.exists(), within_s=10.0)
+        until(lambda: not any(map(lives, processes)), within_s=10.0)
 
 
 def test_limits_of_a_key_hold_for_all_api_processes_and_outlive_one(tiny: Path, tmp_path: Path) -> None:

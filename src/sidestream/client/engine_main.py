@@ -14,6 +14,7 @@ from sidestream.client.messages import Failure, Progress, Reply, Start, Started,
 from sidestream.errors import EngineStopped, SidestreamError
 from sidestream.processes.child import config_of
 from sidestream.processes.frames import FrameEncoder
+from sidestream.processes.garbage import collections_paused
 from sidestream.processes.log_stream import start_logging
 from sidestream_kv.device.thread_limits import refused_threads_named
 
@@ -76,7 +77,8 @@ def main(descriptor: int) -> None:
 
 def serve(start: Start, owner: _Owner) -> None:
     """Load the model, serve its engine until the owner closes it or it fails, and close it."""
-    from sidestream.engine.loading import LoadedEngine
+    with collections_paused():
+        from sidestream.engine.loading import LoadedEngine
     from sidestream.models.directory import name_of
 
     loaded = LoadedEngine(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sidestream.config import EngineConfig
+from sidestream.processes.garbage import collections_paused
 from sidestream.processes.signals import ignore_stop_signals, print_stacks, stop_signals_blocked
 from sidestream_kv.device.thread_limits import thread_refused
 
@@ -93,7 +94,9 @@ def run_child(module: str, descriptor: int, *, torch: bool) -> None:
     if not torch:
         sys.modules["torch"] = None  # type: ignore[assignment]
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # silences "PyTorch was not found"
-    importlib.import_module(module).main(descriptor)
+    with collections_paused():
+        main = importlib.import_module(module).main
+    main(descriptor)
 
 
 def how_it_ended(status: int) -> str:
