@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings, strategies
 
 gc.disable()  # until all tests are collected: modules live as long as the process, and are a fifth faster to import
 
@@ -164,6 +164,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage again, but not that of modules."""
+    """Collect garbage again, but not that of modules. Hypothesis first makes its random numbers: some versions look for
+    references to them, and see none from what is frozen.
+    """
+    given(strategies.none())(lambda _: None)()
     gc.freeze()
     gc.enable()
