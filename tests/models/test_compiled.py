@@ -502,7 +502,7 @@ def test_equal_products_are_merged_and_others_are_not() -> None:
         assert got.equal(wanted)
 
 
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("added", [None, 1, 2])
 @pytest.mark.parametrize(
     ("dtype", "early", "stored", "replaced"),
     [
@@ -513,22 +513,29 @@ def test_equal_products_are_merged_and_others_are_not() -> None:
     ],
 )
 def test_products_with_stored_weights_of_16_bits_are_our_own_on_new_gpus(
-    biased: bool, dtype: torch.dtype, early: bool, stored: bool, replaced: bool, monkeypatch: pytest.MonkeyPatch
+    added: int | None,
+    dtype: torch.dtype,
+    early: bool,
+    stored: bool,
+    replaced: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(few_rows, "starts_early", lambda device: early)
     graph = torch.fx.Graph()
     bias, states, weight = (graph.placeholder(name) for name in ("bias", "states", "weight"))
     weight.meta["val"] = SimpleNamespace(is_cuda=True, itemsize=dtype.itemsize, device=torch.device("cuda"))
+    bias.meta["val"] = SimpleNamespace(dim=lambda: added)
     turned = graph.call_function(torch.ops.aten.permute.default, (weight, [1, 0]))
     other = graph.call_function(torch.ops.aten.neg.default, (turned,))
-    products = torch.ops.aten.addmm if biased else torch.ops.aten.mm
+    products = torch.ops.aten.addmm if added else torch.ops.aten.mm
     given = (states, turned if stored else other)
-    product = graph.call_function(products.default, (bias, *given) if biased else given)
+    product = graph.call_function(products.default, (bias, *given) if added else given)
     graph.output(product)
     _MergeProducts()(graph)
-    assert (product.target is torch.ops.sidestream.multiply_few.default) == replaced
-    if replaced:
-        assert product.args == (states, weight, bias if biased else None)
+    is_own = product.target is torch.ops.sidestream.multiply_few.default
+    assert is_own == (replaced and added != 2)
+    if is_own:
+        assert product.args == (states, weight, bias if added else None)
 
 
 class _Doubling:

@@ -25,6 +25,8 @@ def use_own_products(graph: fx.Graph) -> None:
             *bias, states, turned = node.args
             if node.kwargs or turned.target not in (aten.t.default, aten.permute.default):
                 continue
+            if any(part.meta["val"].dim() != 1 for part in bias):  # a sum with other states
+                continue
             weight = turned.args[0]
             meta = weight.meta["val"]
             if weight.op == "placeholder" and meta.is_cuda and meta.itemsize == 2 and starts_early(meta.device):
