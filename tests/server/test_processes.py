@@ -249,6 +249,12 @@ def test_any_api_process_shows_the_metrics_of_all_processes(shared: Server) -> N
         assert told['connections_refused_total{reason="malformed"}'] == 2
 
 
+def print_stacks(pid: int, log: list[str]) -> None:
+    before = len(log)
+    os.kill(pid, signal.SIGUSR1)
+    until(lambda: any("Current thread" in line for line in log[before:]))
+
+
 def test_signals_to_processes_other_than_the_supervisor_affect_no_request(shared: Server) -> None:
     streams = [shared.stream(pid, max_tokens=50) for pid in shared.apis]
     processes = [shared.engine, *shared.apis]
@@ -256,8 +262,7 @@ def test_signals_to_processes_other_than_the_supervisor_affect_no_request(shared
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             os.kill(pid, number)
     for pid in (shared.process.pid, *processes):
-        os.kill(pid, signal.SIGUSR1)  # prints stacks
-    until(lambda: sum("Current thread" in line for line in shared.log) == len(processes) + 1)
+        print_stacks(pid, shared.log)  # one after another: their pieces would mix within lines
     assert [stream.ended.get(timeout=WAIT_S) for stream in streams] == ["done", "done"]
     assert [stream.num_tokens for stream in streams] == [50, 50]
     assert [shared.engine, *shared.apis] == processes
