@@ -60,7 +60,7 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 # Lines of today, rounded up. A part that must grow first says what it makes unnecessary; a part that shrank gets a
 # lower bound.
 LINES = {
-    "sidestream_kv": 18_370,
+    "sidestream_kv": 18_380,
     "sidestream_order": 6_050,
     "sidestream": 52_690,
     "proof": 21_070,

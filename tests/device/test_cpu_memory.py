@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from sidestream.errors import ConfigError
-from sidestream_kv.device.cpu import _MADV_POPULATE_WRITE, CpuDevice
+from sidestream_kv.device.cpu import CpuDevice
+from sidestream_kv.device.machine import map_pages, private_pages
 
 PATIENCE_S = 10.0
 # How long something that must not happen is given to happen. A pass never depends on it, a catch does.
@@ -50,18 +50,15 @@ class Kernel:
         self.mapped = 0
         self.held = threading.Event()
         self._gate = threading.Event()
-        kernel = self
 
-        class Pages(mmap.mmap):
-            def madvise(self, option: int, *span: int) -> None:
-                if option != mmap.MADV_HUGEPAGE:
-                    if kernel.mapped >= chunks_let_through:
-                        kernel.held.set()
-                        assert kernel._gate.wait(PATIENCE_S)
-                    kernel.mapped += 1
-                super().madvise(option, *span)
+        def held_up(address: int, num_bytes: int) -> bool:
+            if self.mapped >= chunks_let_through:
+                self.held.set()
+                assert self._gate.wait(PATIENCE_S)
+            self.mapped += 1
+            return map_pages(address, num_bytes)
 
-        monkeypatch.setattr("sidestream_kv.device.cpu.mmap.mmap", Pages)
+        monkeypatch.setattr("sidestream_kv.device.cpu.map_pages", held_up)
         monkeypatch.setattr("sidestream_kv.device.cpu._TOUCH_BYTES", MIB)
 
     def let_go(self) -> None:
@@ -81,10 +78,8 @@ def resident_bytes() -> int:
 
 def can_map_pages() -> bool:
     """Whether this kernel maps pages when told to, and says how many are mapped."""
-    with mmap.mmap(-1, mmap.PAGESIZE) as page, contextlib.suppress(OSError, ValueError, AttributeError):
-        page.madvise(_MADV_POPULATE_WRITE)
-        return Path("/proc/self/statm").exists()
-    return False
+    page = torch.frombuffer(private_pages("one", mmap.PAGESIZE), dtype=torch.uint8)
+    return Path("/proc/self/statm").exists() and map_pages(page.data_ptr(), mmap.PAGESIZE)
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this system does not list its mappings")
@@ -108,6 +103,27 @@ def test_pages_are_mapped_before_their_first_write(device: CpuDevice) -> None:
     touched(device)
     assert resident_bytes() - before > 60 * MIB
     assert not memory.data.any()
+
+
+@pytest.mark.skipif(not can_map_pages(), reason="this kernel maps pages only when they are written")
+def test_other_threads_get_memory_while_pages_are_mapped() -> None:
+    """Otherwise a thread that maps pages stalls the engine for 4 to 250 ms at a time."""
+    data = torch.frombuffer(private_pages("kv", 256 * MIB), dtype=torch.uint8)
+    span = list[float]()
+
+    def map_all() -> None:
+        span.append(time.perf_counter())
+        assert map_pages(data.data_ptr(), data.numel())
+        span.append(time.perf_counter())
+
+    mapping = threading.Thread(target=map_all)
+    mapping.start()
+    got = list[float]()
+    while mapping.is_alive():
+        mmap.mmap(-1, MIB).close()
+        got.append(time.perf_counter())
+    begin, end = span
+    assert any(begin + (end - begin) / 4 < now < end - (end - begin) / 4 for now in got)
 
 
 def test_touching_pages_in_the_background_keeps_written_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,19 +236,8 @@ def test_close_skips_the_remaining_pages_and_joins_the_touching_thread(monkeypat
     assert not memory.data.any()  # still there
 
 
-def refuse(*_: object) -> None:
-    raise OSError(22, "Invalid argument")
-
-
-def lack(*_: object) -> None:
-    raise AttributeError("MADV_HUGEPAGE")
-
-
-@pytest.mark.parametrize("madvise", [refuse, lack], ids=["older kernel", "another system"])
-def test_pages_are_mapped_at_first_write_without_madvise(
-    monkeypatch: pytest.MonkeyPatch, madvise: Callable[..., None]
-) -> None:
-    monkeypatch.setattr("sidestream_kv.device.cpu.mmap.mmap", type("Pages", (mmap.mmap,), {"madvise": madvise}))
+def test_pages_are_mapped_at_first_write_by_an_older_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sidestream_kv.device.machine.advise", lambda *_: False)
     device = CpuDevice(compute_threads=1)
     memory = device.allocate("kv", 4096)
     touched(device)

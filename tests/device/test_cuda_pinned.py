@@ -123,17 +123,17 @@ def test_pages_are_touched_by_several_threads_before_they_are_pinned(
 ) -> None:
     touched: list[tuple[int, int]] = []
     monkeypatch.setattr(pinned, "_TOUCH_BYTES", PAGE)
-    monkeypatch.setattr(pinned, "advise", lambda address, size, advice: touched.append((address, size)) or True)
+    monkeypatch.setattr(pinned, "map_pages", lambda address, size: touched.append((address, size)) or True)
     pins = Pins()
     slab = Slab("host", 4 * PAGE + 1, item_bytes=1, pins=pins)
     finish(slab)
     start = slab.memory.data.data_ptr()
-    assert sorted(touched[2:]) == [(start + page * PAGE, PAGE) for page in range(4)] + [(start + 4 * PAGE, 1)]
+    assert sorted(touched) == [(start + page * PAGE, PAGE) for page in range(4)] + [(start + 4 * PAGE, 1)]
     slab.close()
 
 
 def test_pages_are_pinned_even_if_they_cannot_be_touched_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned, "advise", lambda address, size, advice: False)
+    monkeypatch.setattr(pinned, "map_pages", lambda address, size: False)
     slab = Slab("host", PAGE, item_bytes=1, pins=Pins())
     assert slab.ready_bytes == PAGE
     slab.close()
@@ -142,7 +142,7 @@ def test_pages_are_pinned_even_if_they_cannot_be_touched_first(monkeypatch: pyte
 @pytest.mark.parametrize("old_kernel", [False, True])
 def test_pages_of_other_processes_keep_their_bytes(old_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if old_kernel:
-        monkeypatch.setattr(pinned, "advise", lambda address, size, advice: False)
+        monkeypatch.setattr(pinned, "map_pages", lambda address, size: False)
     pages, pins = mmap(-1, 2 * PAGE), Pins()
     pages[:] = b"7" * len(pages)
     slab = Slab("host", len(pages), item_bytes=1, pins=pins, shared=pages)
@@ -155,16 +155,16 @@ def test_pages_are_touched_while_an_earlier_chunk_is_being_pinned(
     small_chunks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Touching is several times slower than pinning: the one must not wait for the other."""
-    pins, all_touched, start = Pins(let_through=1), threading.Event(), list[int]()
+    pins, all_touched, touched = Pins(let_through=1), threading.Event(), list[int]()
 
-    def touch(address: int, size: int, advice: int) -> bool:
-        start.append(address)
-        if address == start[0] + 19 * PAGE:
+    def touch(address: int, size: int) -> bool:
+        touched.append(address)
+        if len(touched) == 20:
             all_touched.set()
         return True
 
     monkeypatch.setattr(pinned, "_TOUCH_BYTES", PAGE)
-    monkeypatch.setattr(pinned, "advise", touch)
+    monkeypatch.setattr(pinned, "map_pages", touch)
     slab = Slab("host", 20 * PAGE, item_bytes=1, pins=pins)
     assert pins.held.wait(PATIENCE_S)
     assert all_touched.wait(PATIENCE_S)
@@ -277,13 +277,13 @@ def test_host_memory_that_does_not_fit_is_refused_counting_earlier_allocations(m
     pins = Pins(let_through=1)
     device.driver.register = pins.register  # type: ignore[method-assign]
     device.driver.unregister = pins.unregister  # type: ignore[method-assign]
-    starts: list[int] = []
+    touched: list[int] = []
 
-    def touch_six_pages(address: int, size: int, advice: int) -> bool:
-        starts.append(address)
-        return address < starts[0] + 6 * PAGE or pins.let_go.wait(PATIENCE_S)
+    def touch_six_pages(address: int, size: int) -> bool:
+        touched.append(address)
+        return len(touched) <= 6 or pins.let_go.wait(PATIENCE_S)
 
-    monkeypatch.setattr(pinned, "advise", touch_six_pages)
+    monkeypatch.setattr(pinned, "map_pages", touch_six_pages)
     monkeypatch.setattr(pinned, "_TOUCH_BYTES", PAGE)
     device.allocate_host("host", 50 * PAGE)
     assert pins.held.wait(PATIENCE_S)  # two pages are pinned, four more are mapped

@@ -13,13 +13,11 @@ import torch
 from sidestream_kv.device.base import CopyBatch, GraphEvent, Memory, WakeUp
 from sidestream_kv.device.channel import Bell
 from sidestream_kv.device.host import HostFence, HostSide, HostStream, TurnTaker
-from sidestream_kv.device.machine import check_fits, private_pages
+from sidestream_kv.device.machine import Advice, advise, check_fits, map_pages, private_pages
 from sidestream_kv.errors import InvariantError
 from sidestream_kv.metrics import Metrics, Timeline
 from sidestream_kv.types import Fence, Tracer
 
-# Option of madvise since Linux 5.14; Python has no name for it yet.
-_MADV_POPULATE_WRITE = 23
 _TOUCH_BYTES = 32 << 20
 _OMP_PAUSE_HARD = 2
 
@@ -85,17 +83,15 @@ class CpuDevice(HostSide):
     def allocate(self, name: str, num_bytes: int) -> Memory:
         """Zeroed, page-aligned memory. Returns at once: a background thread maps the pages."""
         check_fits(name, num_bytes, promised=self._untouched)
-        pages = private_pages(name, num_bytes)
+        data = torch.frombuffer(private_pages(name, num_bytes), dtype=torch.uint8)
         with self._touching:
             self._untouched += num_bytes
-        toucher = threading.Thread(
-            target=self._touch, args=(pages, num_bytes), name=f"sidestream-touch-{name}", daemon=True
-        )
+        toucher = threading.Thread(target=self._touch, args=(data,), name=f"sidestream-touch-{name}", daemon=True)
         toucher.start()
         self._touchers.append(toucher)
         if self.tracer is not None:
             self.tracer.allocated(name, num_bytes)
-        return Memory(name, (torch.frombuffer(pages, dtype=torch.uint8),))
+        return Memory(name, (data,))
 
     def allocate_host(self, name: str, num_bytes: int, *, item_bytes: int = 1) -> Memory:
         """See `allocate`: on a CPU, all memory is host memory."""
@@ -105,11 +101,11 @@ class CpuDevice(HostSide):
         """See `Device.adopt_host`. Maps no page before its first use. Most pages exist already, and a thread that maps
         them takes a core from the first requests: the first one took twice as long.
         """
-        with contextlib.suppress(OSError, ValueError):  # the kernel has no huge pages
-            pages.madvise(mmap.MADV_HUGEPAGE)
+        data = torch.frombuffer(pages, dtype=torch.uint8)
+        advise(data.data_ptr(), data.numel(), Advice.HUGEPAGE)  # without huge pages, copies are slower
         if self.tracer is not None:
             self.tracer.allocated(name, len(pages))
-        return Memory(name, (torch.frombuffer(pages, dtype=torch.uint8),))
+        return Memory(name, (data,))
 
     def mapped(self, memory: Memory) -> torch.Tensor:
         """The memory itself. See `Device.mapped`."""
@@ -123,19 +119,18 @@ class CpuDevice(HostSide):
         """False: all bytes are ready."""
         return False
 
-    def _touch(self, pages: mmap.mmap, num_bytes: int) -> None:
-        """Map the pages, as huge pages if possible, so that copies have no page faults. Does not change any byte."""
-        try:
-            pages.madvise(mmap.MADV_HUGEPAGE)
-            for start in range(0, num_bytes, _TOUCH_BYTES):
-                if self._closing:
-                    return
-                size = min(_TOUCH_BYTES, num_bytes - start)
-                pages.madvise(_MADV_POPULATE_WRITE, start, size)
-                with self._touching:
-                    self._untouched -= size
-        except (OSError, ValueError, AttributeError):
-            return  # another system, or an older kernel: pages are mapped at their first write
+    def _touch(self, data: torch.Tensor) -> None:
+        """Map the pages, as huge pages if possible, so that copies have no page faults. Does not change any byte. With
+        an older kernel, pages are mapped at their first write.
+        """
+        address, num_bytes = data.data_ptr(), data.numel()
+        advise(address, num_bytes, Advice.HUGEPAGE)
+        for start in range(0, num_bytes, _TOUCH_BYTES):
+            size = min(_TOUCH_BYTES, num_bytes - start)
+            if self._closing or not map_pages(address + start, size):
+                return
+            with self._touching:
+                self._untouched -= size
 
     def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None, bell: Bell | None = None) -> bool:
         if fence.poll():  # rule: done-fence-needs-no-wait

@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from mmap import mmap
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from sidestream_kv.device.base import Memory
-from sidestream_kv.device.machine import private_pages
+from sidestream_kv.device.machine import Advice, advise, map_pages, private_pages
 from sidestream_kv.errors import ConfigError, DeviceError
 
 log = logging.getLogger(__name__)
@@ -39,11 +39,6 @@ _TOUCH_BYTES = 32 << 20
 _MAX_TOUCHERS = 8
 # Niceness of touching threads, so that the engine's threads, which start at the same time, run first.
 _TOUCH_NICE = 10
-# Option of madvise since Linux 5.14; Python has no name for it yet.
-_MADV_DONTNEED = 4
-_MADV_POPULATE_WRITE = 23
-_MADV_HUGEPAGE = 14
-_MADV_DONTFORK = 10
 
 
 class Pins(Protocol):
@@ -70,15 +65,6 @@ def chunk_borders(num_bytes: int, item_bytes: int) -> list[int]:
         borders.append(start)
         chunk = CHUNK_BYTES
     return borders
-
-
-def advise(address: int, num_bytes: int, advice: int) -> bool:
-    """Call `madvise`; False if the kernel refuses. Releases the GIL, which `mmap.madvise` does not."""
-    return bool(_libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice) == 0)
-
-
-def _libc() -> Any:
-    return ctypes.CDLL(None, use_errno=True)
 
 
 class Slab:
@@ -123,8 +109,8 @@ class Slab:
         self._pinned: list[int] = []
         self._closing = False
         self._thread: threading.Thread | None = None
-        advise(self._address, num_bytes, _MADV_HUGEPAGE)  # if the kernel refuses, pinning and copies are slower
-        advise(self._address, num_bytes, _MADV_DONTFORK)  # otherwise the first write after a fork would move the page
+        advise(self._address, num_bytes, Advice.HUGEPAGE)  # if the kernel refuses, pinning and copies are slower
+        advise(self._address, num_bytes, Advice.DONTFORK)  # otherwise the first write after a fork would move the page
         try:
             self._pin(self.borders[:1])
         except DeviceError as error:
@@ -150,7 +136,7 @@ class Slab:
                 self._pins.unregister(self._pinned.pop())
             except DeviceError as error:
                 log.debug("%s memory: %s", self.memory.name, error)  # unpinning fails on a lost device
-        advise(self._address, self.memory.num_bytes, _MADV_DONTNEED)
+        advise(self._address, self.memory.num_bytes, Advice.DONTNEED)
 
     def _run(self) -> None:
         name, start_s = self.memory.name, time.perf_counter()
@@ -197,7 +183,7 @@ class Slab:
 
     def _touch(self, start: int, stop: int) -> int:
         """Map these pages, and return `stop`. Releases the GIL."""
-        exists = self._closing or advise(self._address + start, stop - start, _MADV_POPULATE_WRITE)
+        exists = self._closing or map_pages(self._address + start, stop - start)
         if not exists and self._zeroes:  # rule: pages-of-others-are-not-zeroed
             # The kernel is older. Writing zeros instead is safe, because bytes that are not ready hold zeros.
             ctypes.memset(self._address + start, 0, stop - start)
