@@ -556,7 +556,8 @@ _part("async", "Tokens per second of asynchronous execution, divided by those of
 @_command()
 def engine(
     parts: Annotated[
-        list[str] | None, typer.Argument(help="decode, prefill, ttft, resume, async; default: all these; invariant.")
+        list[str] | None,
+        typer.Argument(help="decode, prefill, ttft, resume, async; default: all these. invariant, kernels."),
     ] = None,
     device: GpuDevice = CUDA,
     shape: Shape = "qwen3-8b",

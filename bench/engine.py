@@ -1,10 +1,11 @@
 """Step time, prefill time and TTFT of an engine, divided by the shortest time that the hardware allows (the floor). The
-model has the shape of a well-known model and random weights. The benchmark has six parts:
+model has the shape of a well-known model and random weights. The benchmark has seven parts:
 
 decode    step time divided by the time to read the weights and KV; idle time of the device between steps
 prefill   prefill time of a prompt divided by the time of its matrix products
 ttft      TTFT of prompts without cached KV, and of prompts whose KV is in host memory
 resume    ITL of decoding requests while the KV of a long request is loaded
+kernels   the kernels of a step and of a prefill; only if asked for
 invariant  step time with `batch_invariant` divided by that without; only if asked for, for models that support it
 async     tokens per second of asynchronous execution divided by those of synchronous execution, where the host reads
           the tokens of each step (commits it) before it launches the next step
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench import kernels
 from bench.gpu import Link, stamp
 from bench.requests import Answer, ask, ask_at_once, random_prompts
 from bench.steps import StepClock
@@ -43,11 +45,13 @@ from sidestream_kv.device.machine import process_age_s
 from sidestream_kv.kv.layout import KVLayout
 
 PARTS = ("decode", "prefill", "ttft", "resume", "async")
-_ON_REQUEST = ("invariant",)
+_ON_REQUEST = ("invariant", "kernels")
 _MOST_INVARIANT = 1.15
 
 _OTHERS = 31  # requests that decode while the KV of a long request is loaded
 _RESUMES = 7  # repetitions; each load starts at a random moment of a step
+# A profile of decoding begins after so many tokens of each request, and holds so many steps.
+_PROFILED_FROM, _PROFILED = 8, 32
 # Output tokens of the long request. With one output, the first token would also be the last, and the engine sends the
 # outputs of ending requests later than the outputs of running requests.
 _LONG_OUTPUTS = 4
@@ -332,6 +336,7 @@ def measure(
         ]
         step_s = median(rig.steps(1, sizes.others_context, sizes.outputs)[0])
         ways = {"decode": decode, "prefill": _prefill, "ttft": ttft, "resume": resume, "async": _async}
+        ways["kernels"] = _kernels
         for part in parts:
             if part == "invariant":
                 figures += _invariant(rig, device, shape, sizes, on_progress)
@@ -532,6 +537,29 @@ def _async(rig: Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], N
         figures.append(Figure(f"async_over_sync_b{rows}", median(rates[True]) / median(rates[False]), "ratio"))
     _make_asynchronous(rig.engine, True)
     return [*figures, Figure("async_tokens_identical", float(equal), "1 if so", at_least(1))]
+
+
+def _kernels(rig: ModelRig, sizes: Sizes, step_s: float, on_progress: Callable[[str], None]) -> list[Figure]:
+    """The longest kernels of each measurement of `sizes`, in microseconds of a step or of a prompt."""
+    figures, activities = list[Figure](), kernels.activities(rig.device.kind)
+    for rows, context, _ in sizes.decode:
+        on_progress(f"kernels, {rows} rows")
+        answers = [rig.ask(rig.prompt(context), 4 * sizes.outputs) for _ in range(rows)]
+        for answer in answers:
+            answer.wait_for(_PROFILED_FROM)
+        first, last = len(rig.clock.launched_steps), answers[-1]
+        with torch.profiler.profile(activities=activities) as profile:
+            last.wait_for(len(last.times) + _PROFILED)
+        figures += kernels.longest(f"b{rows}", kernels.kernels_of(profile), len(rig.clock.launched_steps) - first)
+        for answer in answers:
+            answer.wait()
+    for length, _ in sizes.cold:
+        on_progress(f"kernels, a prompt of {length} tokens")
+        prompt = rig.prompt(length)
+        with torch.profiler.profile(activities=activities) as profile:
+            rig.ask(prompt, 1).wait()
+        figures += kernels.longest(f"prefill_{length}", kernels.kernels_of(profile), 1)
+    return figures
 
 
 def _make_asynchronous(engine: Engine, asynchronous: bool) -> None:

@@ -7,12 +7,14 @@ import weakref
 from pathlib import Path
 
 import pytest
+import torch
 from command_runner import Run
 from engine_rig import serving
 
-from bench import engine, ranks, speculative, windows
+from bench import engine, kernels, ranks, speculative, windows
 from proof.report import Figure
 from proof.tiny_models import tiny_model_dir
+from sidestream.errors import ConfigError
 from sidestream.types import StepPlan
 
 pytestmark = pytest.mark.slow
@@ -24,7 +26,7 @@ COMMANDS = {
     "forward-thread": "--requests 32 --steps 4 --pending 200",
     "host-time": "--shape tiny --requests 6 --output-tokens 24 --rounds 1",
     "identity": "--shape tiny --requests 3 --prompt-tokens 40 --output-tokens 12",
-    "engine": "--shape tiny",
+    "engine": "--shape tiny decode prefill ttft resume async kernels",
     "hybrid-engine": "--shape tiny-hybrid",
     "windows": "--shape tiny-windows",
     "disk-ttft": "--shape tiny --rounds 1",
@@ -41,7 +43,8 @@ FIGURES = {
     "forward-thread": "engine_thread_us_median engine_thread_us_max host_waits pending_submit_us_max",
     "host-time": "host_ms_per_step_6_greedy host_ms_per_step_6_sampled host_cpu_ms_per_step_6_penalised",
     "identity": "requests_identical_again requests_identical_offload_off logprob_distance_max_synchronous",
-    "engine": "decode_b1_over_floor idle_share_max ttft_host_over_floor itl_p99_during_resume async_tokens_identical",
+    "engine": "decode_b1_over_floor idle_share_max ttft_host_over_floor itl_p99_during_resume async_tokens_identical "
+    "b4:others prefill_32:others",
     "hybrid-engine": "hybrid_decode_b1_over_floor hybrid_ttft_host_over_floor hybrid_verify_over_plain_step "
     "hybrid_speculative_idle_share",
     "windows": "windows_ttft_host_over_all_layers_128 windows_loaded_share_128",
@@ -59,11 +62,12 @@ FIGURES = {
 def test_benchmark_measures_on_the_cpu_too(name: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     for module, rounds in ((engine, "_RESUMES"), (ranks, "_ROUNDS"), (windows, "_ROUNDS")):
         monkeypatch.setattr(module, rounds, 2)  # as the others' --rounds
+    monkeypatch.setattr(kernels, "activities", lambda _: [torch.profiler.ProfilerActivity.CPU])
     done = run(name, "--device", "cpu", "--json", *COMMANDS[name].split())
     assert done.exit_code == 0, done.stderr
     report = json.loads(done.stdout)
     figures = {figure["name"]: figure for figure in report["figures"]}
-    assert set(FIGURES[name].split()) <= figures.keys()
+    assert set(FIGURES[name].split()) <= {name.replace(" ", "") for name in figures}
     bounded = {name for name, figure in figures.items() if figure["bound"] is not None}
     # Tokens are equal on a CPU, too.
     assert bounded == (
@@ -136,6 +140,22 @@ def test_blocks_of_no_tokens_are_refused(run: Run) -> None:
     done = run("hybrid-engine", "--device", "cpu", "--shape", "tiny-hybrid", "--block-tokens", "0")
     assert done.exit_code != 0
     assert "--block-tokens is 0" in done.stderr
+
+
+def test_kernels_of_a_step_are_ordered_by_their_time_and_none_is_left_out() -> None:
+    seen = [kernels.Kernel(f"k{at}", 4, float(at)) for at in range(20)]
+    figures = kernels.longest("b1", seen, 2)
+    assert [(each.name, each.value, each.unit) for each in figures[:2]] == [
+        ("b1: k19", 9.5, "us, 2.0 calls"),
+        ("b1: k18", 9.0, "us, 2.0 calls"),
+    ]
+    assert (len(figures), figures[-1].name, figures[-1].unit) == (16, "b1: others", "us, 10.0 calls")
+    assert sum(each.value for each in figures) == sum(range(20)) / 2
+
+
+def test_kernels_of_a_cpu_are_refused() -> None:
+    with pytest.raises(ConfigError, match="kernels needs a GPU, and this is the device cpu: leave it out"):
+        kernels.activities("cpu")
 
 
 def test_device_that_is_not_known_names_the_nearest_one(run: Run) -> None:
