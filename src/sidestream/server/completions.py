@@ -64,7 +64,7 @@ from sidestream.server.responses import (
 )
 from sidestream.server.text_work import Handle, TextWork
 from sidestream.text import TokenizerLike
-from sidestream.types import CANCELLED, Delta, TokenLogprob
+from sidestream.types import CANCELLED, NO_TOKEN_LEFT, Delta, TokenLogprob
 
 TIMEOUT_HEADER = "x-request-timeout"
 _MOST_TIMEOUT_S = 1e6
@@ -539,6 +539,8 @@ def _deltas_of(
 
 
 def _raise_if_failed(delta: Delta) -> None:
+    if delta.error == NO_TOKEN_LEFT:
+        raise ApiError(400, NO_TOKEN_LEFT)
     if delta.finish_reason == "error":
         raise GenerationFailed(delta.error or "the engine gave no reason")
     if delta.error == CANCELLED:
