@@ -209,7 +209,8 @@ class OutputStreams:
             elif ending.sent:
                 grammar = stream.request.grammar
                 known = None if grammar is None else grammar.failure
-                self.end_sample(stream.request.id, "error", known or "the model's logits are not finite")
+                error = known or "the model's logits are not finite, or every token was forbidden"
+                self.end_sample(stream.request.id, "error", error)
             else:
                 self._close(stream.request, "abort")
 
