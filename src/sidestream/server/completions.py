@@ -265,8 +265,7 @@ class _Reply:
         self._prompt_logprobs[index] = delta.prompt_logprobs
         if self._spellers and self._call.echo and self._call.api == "text":
             prompt, top = self._call.prompts[index // self._call.params.n], self._call.params.logprobs or 0
-            detokenizer = self._tokenizer.detokenizer((), self._shown)
-            parts = prompt, delta.prompt_logprobs, top, self._echo(index), detokenizer
+            parts = prompt, delta.prompt_logprobs, top, self._echo(index), self._tokenizer
             self._echoed[index] = await asyncio.to_thread(spelled_prompt, *parts)
 
     def _prompt_logprobs_json(self, index: int) -> list[Any]:
