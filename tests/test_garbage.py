@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from sidestream.processes.garbage import collections_paused, freeze_gc_heap
+from sidestream.processes.garbage import freeze_gc_heap
+from sidestream_kv.device.garbage import collections_paused
 
 
 @pytest.fixture(autouse=True)

@@ -294,6 +294,7 @@ EXEMPT = (
     Exempt("Failures.end_step", ("drop",), "see mailbox-entry-of-a-failed-step-is-released"),
     Exempt("Failures.end_engine", ("take",), _MESSAGE),
     Exempt("OutputStreams.finish", ("end_sample",), "see non-finite-logits-end-their-request"),
+    Exempt("StructuredSampler.follow", ("finite", "failure"), "the reason that a client is told"),
     Exempt("OutputStreams.finish", ("_close",), "see finish-releases"),
     Exempt("OutputStreams.fail_all", ("clear",), "the engine has failed, so no more work runs"),
     Exempt("OutputStreams._close", ("release",), "it only counts; for requests and blocks see finish-releases"),

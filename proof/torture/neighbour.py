@@ -172,7 +172,7 @@ class Surroundings:
         memory, theirs = None, None
         if workload.shared_memory:
             memory = self._host(model).open()
-        if workload.shared_disk and disk is not None:  # a shrunk workload may have no disk
+        if workload.shared_disk and disk is not None:
             theirs = open_disk()
             disk.refresh = disk.inner.refresh  # type: ignore[attr-defined]
             for tier in (disk, theirs):

@@ -146,10 +146,13 @@ def simpler_workloads(workload: Workload) -> Iterator[Workload]:
     for number, asked in enumerate(workload.requests):
         for simpler in _simpler_requests(asked):
             yield _changed(workload, requests=(*workload.requests[:number], simpler, *workload.requests[number + 1 :]))
+    for name in ("store", "shared_memory", "shared_disk"):
+        if getattr(workload, name):
+            yield _changed(workload, **{name: False})
     if workload.disk_blocks:
-        yield _changed(workload, disk_blocks=0)
+        yield _changed(workload, disk_blocks=0, shared_disk=False)
     elif workload.slots:
-        yield _changed(workload, slots=0)
+        yield _changed(workload, slots=0, store=False, shared_memory=False)
     if workload.front_ends:
         yield _changed(
             workload, front_ends=0, events=tuple(event for event in workload.events if event.kind != "hang_up")

@@ -221,6 +221,10 @@ class Workload:
             )
         if self.disk_blocks and not self.slots:
             raise ConfigError("the workload has a disk tier, but no host tier: blocks go to disk through host memory")
+        if not self.slots and (self.store or self.shared_memory):
+            raise ConfigError("the workload shares a store or host memory, but has no host tier: give it slots")
+        if self.shared_disk and not self.disk_blocks:
+            raise ConfigError("the workload shares a disk tier, but has none: give it disk_blocks")
 
     @property
     def leaves_hidden(self) -> bool:

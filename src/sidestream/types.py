@@ -514,6 +514,11 @@ class Health:
 
 CANCELLED = "the request was cancelled"
 """`Delta.error` of the last delta of a cancelled sample, whose finish reason is `abort`."""
+NO_TOKEN_LEFT = (
+    "no token may come next: structured_outputs, tools, allowed_token_ids, bad_words, min_tokens and stop_token_ids "
+    "together leave none: loosen one of them"
+)
+"""`Delta.error` of the last delta of a sample whose options forbid every token. Its finish reason is `error`."""
 
 
 @dataclass(frozen=True, slots=True)

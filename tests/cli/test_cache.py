@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from typer.testing import CliRunner
 from proof.disk_slots import DiskSlots
 from sidestream.cli.app import app
 from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.offload.tiers import slots
 from sidestream_kv.offload.tiers.disk import DiskTier, entry_bytes
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=16, block_tokens=16, dtype="bfloat16")
@@ -47,6 +50,54 @@ def test_directories_are_listed_while_engines_use_them(tmp_path: Path) -> None:
     assert run("stat", tmp_path / "rank-0-of-2", "--json")["capacity_blocks"] == 8
     assert "format_version: 2" in run("describe", tmp_path / "rank-0-of-2")
     tier.close()
+
+
+@pytest.mark.parametrize("in_use", [True, False])
+def test_a_directory_on_a_read_only_mount_is_inspected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_use: bool
+) -> None:
+    tier, opened = tier_at(tmp_path, *KEYS), os.open
+    if not in_use:
+        tier.close()
+    DiskSlots(tmp_path).flip(KEYS[1])
+
+    def refuse_writers(path: str, flags: int, *mode: int, dir_fd: int | None = None) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+        return opened(path, flags, *mode, dir_fd=dir_fd)
+
+    with monkeypatch.context() as mount:
+        mount.setattr(os, "open", refuse_writers)
+        mount.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+        mount.setattr(os, "geteuid", lambda: 4711)  # nor does the directory belong to this user
+        assert run("ls", tmp_path, "--json")["directories"][0]["in_use"] == in_use
+        assert run("stat", tmp_path, "--json")["blocks"] == 3
+        assert "fingerprint: model" in run("describe", tmp_path)
+        assert run("verify", tmp_path, "--json", status=1)["good"] == 2
+        for command in ("verify --delete", "gc --keep=1", "clear"):
+            result = CliRunner().invoke(app, ["cache", *command.split(), str(tmp_path)])
+            assert "is not writable" in str(result.exception) + result.output
+    assert len(DiskSlots(tmp_path).slots) == 3
+    tier.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(errno.EIO, "slot 0 cannot be read: "), (errno.EACCES, "run the command as the user of")]
+)
+def test_a_verified_segment_that_cannot_be_read_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, told: str
+) -> None:
+    tier_at(tmp_path, *KEYS).close()
+
+    def fail(*_: object) -> int:
+        raise OSError(error, os.strerror(error))
+
+    opened = slots.open_regular
+    monkeypatch.setattr(
+        slots, "open_regular", lambda name, *rest, **at: fail() if "segment" in name else opened(name, *rest, **at)
+    )
+    result = CliRunner().invoke(app, ["cache", "verify", str(tmp_path)])
+    assert told in str(result.exception) + result.output
 
 
 def test_damaged_blocks_are_found_and_removed_while_an_engine_uses_the_others(tmp_path: Path) -> None:

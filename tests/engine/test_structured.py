@@ -14,6 +14,7 @@ from proof.toy import ToyDraftHead, ToyModel, ToyProposer
 from proof.toy_grammar import ToyGrammar, ToyGrammars
 from sidestream.config import SpeculativeConfig, StructuredOutputs
 from sidestream.errors import InvariantError, RequestRejected
+from sidestream.types import NO_TOKEN_LEFT
 
 LONG = StructuredOutputs(regex="2 1000")
 
@@ -138,6 +139,29 @@ def test_a_grammar_that_fails_ends_its_answer_with_an_error_alone() -> None:
         )
         good = ask(rig, other)
         assert (failing.reason, failing.error) == ("error", "a limit was reached")
+        assert good.wait().token_ids() == expected(rig.model, other, 20)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize(
+    ("options", "before"),
+    [
+        ({"allowed_token_ids": (1,)}, [1]),
+        ({"allowed_token_ids": (1, 2), "stop_token_ids": (2,), "min_tokens": 5}, [1]),
+    ],
+)
+def test_an_answer_whose_options_forbid_every_token_ends_with_that_reason(
+    drafts: int, options: dict[str, Any], before: list[int]
+) -> None:
+    model = ToyModel()
+    more: dict[str, Any] = {}
+    if drafts:
+        more["proposer"] = ToyProposer(ToyDraftHead(model, width=drafts))
+        more["speculative"] = SpeculativeConfig(max_drafts=drafts, adaptive=False)
+    with masked(model=model, blocks=96, **more) as rig:
+        prompt, other = prompts(6, 2)
+        stuck, good = ask(rig, prompt, **options), ask(rig, other)
+        assert (stuck.wait().token_ids(), stuck.reason, stuck.error) == (before, "error", NO_TOKEN_LEFT)
         assert good.wait().token_ids() == expected(rig.model, other, 20)
 
 

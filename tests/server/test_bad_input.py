@@ -308,7 +308,7 @@ def test_errors_about_unknown_paths_and_methods_have_openai_bodies(shared: Serve
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "unknown_url")
     wrong = shared.http.get("/v1/completions")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
-    assert wrong.json()["error"]["message"] == "Method Not Allowed"
+    assert wrong.json()["error"]["message"] == "Method Not Allowed: this path takes POST"
 
 
 _JSON = st.recursive(

@@ -148,6 +148,9 @@ def test_a_wrong_file_fails_its_batch(
         (lambda client: begin(client, b"", extra_body={"bogus": 1}), 400, "bogus"),
         (lambda client: client.batches.create("1h", "/v1/completions", input_file_id="x"), 400, "completion_window"),
         (lambda client: client.batches.list(limit=0), 400, "limit"),
+        (lambda client: client.get("/batches?limit=000001" + "9" * 5000, cast_to=object), 400, "limit"),
+        (lambda client: client.files.list(order="up"), 400, "order"),
+        (lambda client: client.files.list(extra_query={"name": "x"}), 400, "name"),
         (lambda client: client.files.content("file-" + "0" * 32), 404, None),
         (lambda client: client.files.retrieve("..%2fbatches"), 404, None),
         (lambda client: client.batches.retrieve("batch_" + "0" * 32), 404, None),
@@ -164,6 +167,22 @@ def test_wrong_requests_are_refused(
         call(served.openai)
     assert (raised.value.status_code, raised.value.param) == (status, param)
     assert not list((tmp_path / "files").glob("file-*.json")) or param not in ("purpose",)
+
+
+@pytest.mark.parametrize(
+    ("charset", "purpose", "said"),
+    [
+        ("punycode", b"b-z", "the form is not in the charset of its content-type: send UTF-8"),
+        ("utf-8", b"", "purpose is '': this server takes batch"),
+        ("utf-8", None, "purpose is missing: this server takes batch"),
+    ],
+)
+def test_a_form_that_cannot_be_read_is_a_400(tmp_path: Path, charset: str, purpose: bytes | None, said: str) -> None:
+    form = b"" if purpose is None else b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\n' + purpose
+    with batching(tmp_path) as served:
+        headers = {"content-type": f"multipart/form-data; boundary=b; charset={charset}"}
+        reply = served.http.post("/v1/files", content=form + b"\r\n--b--\r\n", headers=headers)
+    assert (reply.status_code, reply.json()["error"]["message"]) == (400, said)
 
 
 def test_files_are_bounded_in_number_and_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

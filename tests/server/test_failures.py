@@ -23,7 +23,7 @@ from sidestream.server import ServerOptions, create_app
 from sidestream.server.completions import generate_all
 from sidestream.server.fields import Call
 from sidestream.server.middleware import RequestRecord
-from sidestream.types import CachedTokens, Delta
+from sidestream.types import NO_TOKEN_LEFT, CachedTokens, Delta
 
 from .serving import ASK_LONG, HI, LONG, WAIT_S, head, read_to_end, request_lines, send, serving, warned
 
@@ -103,6 +103,18 @@ def test_a_generation_without_a_finish_reason_is_an_error_reply() -> None:
     with serving(Mumbling()) as served:
         assert served.chat().status_code == 500
         assert "[DONE]" not in served.chat(stream=True).text
+
+
+def test_options_that_forbid_every_token_are_a_400_with_the_reason() -> None:
+    class Stuck(FakeBackend):
+        async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Delta, None]:
+            yield Delta(0, "a", (1,), (), None, 1, CachedTokens())
+            yield Delta(0, "", (), (), "error", 1, CachedTokens(), error=NO_TOKEN_LEFT)
+
+    with serving(Stuck()) as served:
+        reply = served.chat()
+        assert (reply.status_code, reply.json()["error"]["message"]) == (400, NO_TOKEN_LEFT)
+        assert '"type":"invalid_request_error"' in served.chat(stream=True).text
 
 
 @pytest.mark.parametrize(("ending", "code"), [("error", "internal_error"), ("abort", "engine_stopped")])

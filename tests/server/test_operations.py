@@ -136,6 +136,7 @@ def test_replies_have_the_request_id_of_the_header_and_a_bad_one_is_a_400(served
         ("tier=gpu", "tier is 'gpu': this engine has device, host"),
         ("timeout_s=-1", "timeout_s is '-1': give seconds in [0, 600]"),
         ("timeout_s=nan", "timeout_s is 'nan': give seconds in [0, 600]"),
+        ("tier=host&tier=device", "the query has tier twice: give it once"),
         ("reset_external=true", "no query parameter reset_external: known are tier, timeout_s"),
     ],
 )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proof.fake_backend import FakeTokenizer
+from proof.tiny_models import byte_tokenizer
 from sidestream.client.front_end import OutputProcessor
 from sidestream.config import SamplingParams
-from sidestream.server.responses import TokenSpeller
+from sidestream.server.responses import TokenSpeller, spelled_prompt
+from sidestream.tokenizer import Tokenizer
 from sidestream.types import CachedTokens, Delta, TokenLogprob
 
 TOKENIZER = FakeTokenizer()
@@ -58,3 +61,18 @@ def test_joined_texts_and_bytes_of_tokens_equal_the_answer(
         assert data == text.encode()
     elif not stop:
         assert data.decode("utf-8", "replace") == text
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("hi", ["", "h", "i"]),  # the tokenizer has put it in front
+        ("<|im_start|>hi", ["<|im_start|>", "h", "i"]),
+    ],
+)
+def test_special_tokens_of_an_echoed_prompt_have_a_text_if_the_client_sent_them(text: str, tokens: list[str]) -> None:
+    tokenizer = Tokenizer(byte_tokenizer(), eos_ids=[])
+    ids = tokenizer.encode("<|im_start|>hi")
+    spelled = spelled_prompt(ids, [TokenLogprob(token, -0.5, ()) for token in ids[1:]], 0, text, tokenizer)
+    assert [token.text for token in spelled] == tokens
+    assert [token.start for token in spelled] == [0, len(tokens[0]), len(tokens[0]) + 1]

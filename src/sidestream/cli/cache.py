@@ -85,10 +85,12 @@ def stat(
     as_json: AsJson = False,
 ) -> None:
     """Count the blocks and bytes of one directory, or of a cache process."""
-    from sidestream_kv.offload.tiers.inspection import Inspection
+    from sidestream_kv.offload.tiers.inspection import Inspection, permissions_named
     from sidestream_kv.offload.tiers.shared_memory import content_of
 
-    if directory.is_socket():
+    with permissions_named(directory):
+        is_socket = directory.is_socket()
+    if is_socket:
         content = content_of(directory)
         if as_json:
             print(json.dumps(content, indent=2))
@@ -122,7 +124,7 @@ def verify(
     """Read every block and compare it with its checksum. Exit status 1 if a block is damaged."""
     from sidestream_kv.offload.tiers.inspection import Inspection
 
-    found = Inspection(directory).verify(delete=delete)
+    found = Inspection(directory, write=delete).verify(delete=delete)
     if as_json:
         print(json.dumps(dataclasses.asdict(found), indent=2))
     else:
@@ -155,7 +157,7 @@ def gc(
     before_s = None if unused_days is None else time.time() - 86_400 * unused_days
     size = None if keep is None else parse_bytes(keep, option="keep")
     rows = []
-    directories = [inspection.Inspection(path) for path in inspection.directories_of_tier(directory)]
+    directories = [inspection.Inspection(path, write=True) for path in inspection.directories_of_tier(directory)]
     for each in directories:
         share = None if size is None else size // len(directories)
         found = each.collect(used_before_s=before_s, keep_bytes=share)

@@ -67,7 +67,7 @@ def _body(file: str) -> dict[str, Any]:
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{file} cannot be read: {error.strerror}; give a file, or - for standard input") from error
     try:
         body = json.loads(text)
     except ValueError:

@@ -14,8 +14,8 @@ from sidestream.client.messages import Failure, Progress, Reply, Start, Started,
 from sidestream.errors import EngineStopped, SidestreamError
 from sidestream.processes.child import config_of
 from sidestream.processes.frames import FrameEncoder
-from sidestream.processes.garbage import collections_paused
 from sidestream.processes.log_stream import start_logging
+from sidestream_kv.device.garbage import collections_paused
 from sidestream_kv.device.thread_limits import refused_threads_named
 
 log = logging.getLogger(__name__)

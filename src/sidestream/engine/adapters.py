@@ -74,7 +74,11 @@ class LoadedAdapters:
         name = request.params.adapter
         with self._lock:
             if name not in self._loaded:
-                raise ModelNotFound(f"no adapter {name[:100]!r} is loaded: load it, or leave it out", param="model")
+                raise ModelNotFound(
+                    f"no adapter {name[:100]!r} is loaded, and it is not the served model's name: /v1/models lists "
+                    "what can be named; load it, or leave it out in Python",
+                    param="model",
+                )
             slot, digest = self._loaded[name]
             self._uses[slot] += request.params.n  # rule: adapter-stays-while-requests-use-it
         salt = request.cache_salt.ljust(MOST_SALT_CHARS + 1)  # no client can send one of this length

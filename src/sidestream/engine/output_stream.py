@@ -207,9 +207,10 @@ class OutputStreams:
                 self._close(stream.request, last.finish_reason)  # rule: request-ends-before-its-client-is-notified
                 stream.send(last)
             elif ending.sent:
-                self.end_sample(
-                    stream.request.id, "error", "the model's logits are not finite, or every token was forbidden"
-                )
+                grammar = stream.request.grammar
+                known = None if grammar is None else grammar.failure
+                error = known or "the model's logits are not finite, or every token was forbidden"
+                self.end_sample(stream.request.id, "error", error)
             else:
                 self._close(stream.request, "abort")
 

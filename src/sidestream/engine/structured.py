@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
 from typing import NamedTuple
 
+import numpy as np
+
 from sidestream.grammar import TokenGrammar
 from sidestream.runner.executor import Executor, LaunchedStep
 from sidestream.schedule.request import Request
 from sidestream.schedule.scheduler import RowOutput, Scheduler
-from sidestream.types import Forced
+from sidestream.types import NO_TOKEN_LEFT, Forced
 from sidestream_kv.types import Fence, RequestId
 
 
@@ -103,6 +105,8 @@ class StructuredSampler:
                 continue
             # rule: committed-tokens-advance-the-grammar
             length = next((at for at, token in enumerate(result.token_ids[:count], 1) if grammar.advance((token,))), 0)
+            if not result.finite and self._is_stuck(request, grammar):
+                grammar.failure = NO_TOKEN_LEFT
             if grammar.failure is not None and reason != "length":  # rule: answer-that-left-its-grammar-is-an-error
                 followed[-1] = request, result, count, None
                 endings.append(Complete(request.id, "error", grammar.failure))
@@ -111,6 +115,15 @@ class StructuredSampler:
                 followed[-1] = request, result, length, None
                 endings.append(Complete(request.id, "stop"))
         return followed, endings
+
+    def _is_stuck(self, request: Request, grammar: TokenGrammar) -> bool:
+        """Whether no token may come next."""
+        mask = np.zeros((1, self._executor.mask_words), np.int32)
+        grammar.fill(mask, ())
+        allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")
+        if request.num_outputs < request.sampling.min_tokens:
+            allowed[[*request.sampling.forbidden_until_min]] = 0
+        return not allowed.any()
 
     def _look_ahead(self, masked: Sequence[_MaskedRow]) -> dict[int, Forced]:
         """What the grammars force from now on, by request slot, for slots where something changes."""

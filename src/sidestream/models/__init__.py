@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sidestream.processes.garbage import collections_paused
+from sidestream_kv.device.garbage import collections_paused
 
 if TYPE_CHECKING:
     from sidestream.models.adapter import PagedModel

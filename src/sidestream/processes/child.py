@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from sidestream.config import EngineConfig
-from sidestream.processes.garbage import collections_paused
 from sidestream.processes.signals import ignore_stop_signals, print_stacks, stop_signals_blocked
+from sidestream_kv.device.garbage import collections_paused
 from sidestream_kv.device.thread_limits import thread_refused
 
 CLOSE_S = 60.0

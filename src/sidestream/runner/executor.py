@@ -505,6 +505,12 @@ class Executor:
         return self._masks.open(num_rows)
 
     @property
+    def mask_words(self) -> int:
+        """Numbers of 32 bits of a token mask."""
+        assert self._masks is not None
+        return self._masks.words
+
+    @property
     def most_forced(self) -> int:
         """Largest number of forced tokens of a slot; 0: steps have no drafts."""
         return self._state.most_forced

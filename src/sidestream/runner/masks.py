@@ -22,10 +22,13 @@ _WORD_BYTES = 4
 
 
 class MaskMemory:
-    """Masks for up to `num_rows` rows of logits over `vocab_size` tokens."""
+    """Masks for up to `num_rows` rows of logits over `vocab_size` tokens.
+
+    words   numbers of 32 bits of a mask
+    """
 
     def __init__(self, device: Device, num_rows: int, vocab_size: int) -> None:
-        words = -(-vocab_size // _WORD_BITS)
+        self.words = words = -(-vocab_size // _WORD_BITS)
         self._row_bytes = words * _WORD_BYTES
         memory = device.allocate_host(MEMORY, num_rows * self._row_bytes, item_bytes=self._row_bytes)
         self._host: Masks = memory.data.numpy().view("int32").reshape(num_rows, words)

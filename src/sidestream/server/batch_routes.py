@@ -20,6 +20,7 @@ from sidestream.server.batch_store import MOST_FILE_BYTES, BatchStore, Json, new
 from sidestream.server.body import BodyReader, JsonResponse, parse_object
 from sidestream.server.errors import ApiError, ClientGone, bad_request
 from sidestream.server.middleware import has_admin_key, request_record
+from sidestream.server.operations import check_query
 
 _UPLOAD_S = 600.0
 _PIECE = 1 << 20
@@ -40,7 +41,7 @@ def batch_routes(store: BatchStore, bodies: BodyReader, allowed_origins: Collect
     async def files(request: Request) -> Response:
         found = await asyncio.to_thread(store.all, "files", _owner(request))
         purpose = request.query_params.get("purpose")
-        return JsonResponse(_page(request, [one for one in found if purpose in (None, one["purpose"])]))
+        return JsonResponse(_page(request, [one for one in found if purpose in (None, one["purpose"])], "purpose"))
 
     async def file(request: Request) -> Response:
         name = request.path_params["id"]
@@ -90,11 +91,15 @@ def _owner(request: Request) -> str | None:
     return None if has_admin_key(request.scope) else "" if grant is None else grant.key.name
 
 
-def _page(request: Request, found: list[Json]) -> Json:
+def _page(request: Request, found: list[Json], *more: str) -> Json:
+    check_query(request, ("limit", "order", "after", *more))
     text = request.query_params.get("limit", "20")
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:6]) <= 10_000:
+    if not text.isascii() or not text.isdigit() or len(text) > 5 or not 1 <= int(text) <= 10_000:
         raise bad_request(f"limit is {text[:64]!r}: give a whole number in [1, 10000]", "limit")
-    if request.query_params.get("order") == "asc":
+    order = request.query_params.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise bad_request(f"order is {order[:64]!r}: give asc or desc", "order")
+    if order == "asc":
         found = found[::-1]
     return page_of(found, after=request.query_params.get("after"), limit=int(text))
 
@@ -117,7 +122,8 @@ async def _upload(request: Request, store: BatchStore) -> Json:
         async with asyncio.timeout(_UPLOAD_S), Request(request.scope, receive).form(max_files=1, max_fields=8) as form:
             purpose, file = form.get("purpose"), form.get("file")
             if purpose != "batch":
-                raise bad_request(f"purpose is {str(purpose)[:64]!r}: this server takes batch", "purpose")
+                sent = f"{purpose[:64]!r}" if isinstance(purpose, str) else "missing"
+                raise bad_request(f"purpose is {sent}: this server takes batch", "purpose")
             if not isinstance(file, UploadFile):
                 raise bad_request("file is missing: send the file as a part of a multipart form", "file")
             with path.open("xb") as target:
@@ -130,6 +136,8 @@ async def _upload(request: Request, store: BatchStore) -> Json:
         raise ApiError(408, f"the file did not arrive within {_UPLOAD_S:g} s: split it") from None
     except ClientDisconnect:
         raise ClientGone from None
+    except UnicodeError:  # of a form with a charset for which bytes are wrong
+        raise bad_request("the form is not in the charset of its content-type: send UTF-8", None) from None
     except (HTTPException, ApiError):  # of a form that is none
         raise
     except BaseException:

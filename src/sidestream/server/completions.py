@@ -64,7 +64,7 @@ from sidestream.server.responses import (
 )
 from sidestream.server.text_work import Handle, TextWork
 from sidestream.text import TokenizerLike
-from sidestream.types import CANCELLED, Delta, TokenLogprob
+from sidestream.types import CANCELLED, NO_TOKEN_LEFT, Delta, TokenLogprob
 
 TIMEOUT_HEADER = "x-request-timeout"
 _MOST_TIMEOUT_S = 1e6
@@ -265,8 +265,7 @@ class _Reply:
         self._prompt_logprobs[index] = delta.prompt_logprobs
         if self._spellers and self._call.echo and self._call.api == "text":
             prompt, top = self._call.prompts[index // self._call.params.n], self._call.params.logprobs or 0
-            detokenizer = self._tokenizer.detokenizer((), self._shown)
-            parts = prompt, delta.prompt_logprobs, top, self._echo(index), detokenizer
+            parts = prompt, delta.prompt_logprobs, top, self._echo(index), self._tokenizer
             self._echoed[index] = await asyncio.to_thread(spelled_prompt, *parts)
 
     def _prompt_logprobs_json(self, index: int) -> list[Any]:
@@ -539,6 +538,8 @@ def _deltas_of(
 
 
 def _raise_if_failed(delta: Delta) -> None:
+    if delta.error == NO_TOKEN_LEFT:
+        raise ApiError(400, NO_TOKEN_LEFT)
     if delta.finish_reason == "error":
         raise GenerationFailed(delta.error or "the engine gave no reason")
     if delta.error == CANCELLED:

@@ -107,7 +107,9 @@ def as_api_error(failure: Exception, *, request_id: str, retry_after_s: int) -> 
         case CallTimeout():
             return ApiError(504, str(failure), kind="server_error", code="timeout")
         case HTTPException():
-            return ApiError(failure.status_code, str(failure.detail), headers=failure.headers)
+            allowed = (failure.headers or {}).get("Allow")
+            remedy = f": this path takes {allowed}" if allowed else ""
+            return ApiError(failure.status_code, f"{failure.detail}{remedy}", headers=failure.headers)
         case _:
             return ApiError(
                 500,

@@ -129,10 +129,14 @@ def operation(path: str, run: Callable[[Request], Awaitable[Response]], method: 
 
 
 def check_query(request: Request, known: Collection[str]) -> None:
-    """Raise ApiError for a query parameter that is not known."""
-    for name in request.query_params:
+    """Raise ApiError for a query parameter that is not known, or that is given twice."""
+    seen = set()
+    for name, _ in request.query_params.multi_items():
         if name not in known:
             raise bad_request(f"no query parameter {name[:64]}: known are {', '.join(known) or 'none'}", name[:64])
+        if name in seen:
+            raise bad_request(f"the query has {name} twice: give it once", name)
+        seen.add(name)
 
 
 def _timeout_s(request: Request) -> float:

@@ -23,7 +23,7 @@ from sidestream.formats import (
     message_of,
 )
 from sidestream.server.fields import Api, Call
-from sidestream.text import Detokenizer
+from sidestream.text import Detokenizer, TokenizerLike
 from sidestream.types import Delta, TokenLogprob
 from sidestream_kv.offload.tiers.stack import names
 
@@ -255,9 +255,13 @@ def prompt_logprobs_json(logprobs: Sequence[TokenLogprob], top: int, decode: Cal
 
 
 def spelled_prompt(
-    prompt: Sequence[int], logprobs: Sequence[TokenLogprob], top: int, text: str, detokenizer: Detokenizer
+    prompt: Sequence[int], logprobs: Sequence[TokenLogprob], top: int, text: str, tokenizer: TokenizerLike
 ) -> list[SpelledToken]:
-    """The tokens of an echoed prompt with this text; `top`: number of alternatives. The first token has no logprob."""
+    """The tokens of an echoed prompt with this text; `top`: number of alternatives. The first token has no logprob.
+    Special tokens have a text if they are part of `text`: the tokenizer adds some that the client has not sent.
+    """
+    are_sent = tokenizer.detokenizer((), None).decode(prompt) == text
+    detokenizer = tokenizer.detokenizer((), None if are_sent else ())
     cut = [TokenLogprob(one.token_id, one.logprob, one.top[:top]) for one in logprobs]
     spelled = TokenSpeller(detokenizer).add([TokenLogprob(prompt[0], 0.0, ()), *cut], text, ended=True)
     spelled[0].logprob = None

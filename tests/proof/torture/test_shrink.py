@@ -88,8 +88,9 @@ def test_a_failure_that_does_not_come_back_is_refused_with_its_seeds() -> None:
 
 
 def test_every_simpler_workload_differs_and_can_be_served() -> None:
-    for seed in range(30):
-        workload = draw_workload(seed)
+    with_store = dataclasses.replace(draw_workload(0), slots=8, disk_blocks=0, store=True, shared_memory=True)
+    with_disk = dataclasses.replace(with_store, disk_blocks=8, shared_disk=True)
+    for workload in (*map(draw_workload, range(30)), with_store, with_disk):
         for simpler in simpler_workloads(workload):
             assert simpler != workload
             assert simpler.requests

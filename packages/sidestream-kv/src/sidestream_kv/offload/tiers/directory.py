@@ -57,12 +57,14 @@ class NotRegular(OSError):
 class TierDirectory:
     """The directory at `path`. Made by `open`.
 
-    fd   open descriptor of the directory, until `close`
+    fd       open descriptor of the directory, until `close`
+    access   how files that exist are opened: os.O_RDWR or os.O_RDONLY
     """
 
-    def __init__(self, path: Path) -> None:
-        """Callers use `open` instead. Opens the directory."""
+    def __init__(self, path: Path, *, write: bool = True) -> None:
+        """Callers use `open` instead. Opens the directory. Raises OSError."""
         self.path = path
+        self.access = os.O_RDWR if write else os.O_RDONLY
         self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         # Also closed when the last user has dropped it: a read that still runs may use a directory that was replaced.
         self._ending = weakref.finalize(self, os.close, self.fd)
@@ -70,11 +72,13 @@ class TierDirectory:
         self._depth = 0
 
     @classmethod
-    def existing(cls, path: Path) -> TierDirectory:
-        """Open a directory that exists, to look at it. Raises ConfigError as `open` does, and if there is none."""
+    def existing(cls, path: Path, *, write: bool) -> TierDirectory:
+        """Open a directory that exists. To look at it (`write` is false), read permission is enough, and it may be
+        another user's. Raises ConfigError if there is none, and, to write, as `open` does. Raises OSError.
+        """
         if not (path / TIER_FILE).is_file():
             raise ConfigError(f"{path} is no disk directory: it has no file {TIER_FILE}: give the directory of a tier")
-        return cls.open(path)
+        return cls.open(path) if write else cls(path, write=False)
 
     @classmethod
     def open(cls, path: Path) -> TierDirectory:

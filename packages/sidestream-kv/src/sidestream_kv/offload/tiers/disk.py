@@ -26,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import gc
 import logging
 import os
 import shutil
@@ -41,6 +40,7 @@ from pathlib import Path
 import numpy as np
 
 from sidestream_kv.config import OffloadConfig
+from sidestream_kv.device.garbage import collections_paused
 from sidestream_kv.errors import ConfigError, InvariantError, TierCorrupt, TierError, TierFull, TierLost
 from sidestream_kv.kv.layout import BlockLayout
 from sidestream_kv.offload.tiers.base import Block, TierContext, TierKind, TierStreams
@@ -128,7 +128,7 @@ class DiskTier:
         }
         streams = TierStreams(readers=8, writers=4, batch_bytes=BATCH_BYTES if batches else 0)
         tier = cls(path, description, geometry, streams)
-        with os_errors_as_refusals(path), _without_garbage_collection():
+        with os_errors_as_refusals(path), collections_paused():
             slots = tier._open_slots()
             tier._medium = Medium(slots)
             tier._index = index = TierIndex(
@@ -651,18 +651,6 @@ class Medium:
 def entry_bytes(layout: BlockLayout) -> int:
     """Bytes that one block takes on disk: header and payload, rounded up to whole pages."""
     return -(-(HEADER_BYTES + layout.block_bytes) // PAGE) * PAGE
-
-
-@contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Millions of new objects would start many collections, which take longer than everything else."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _name(entry: Entry) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import re
 import shutil
 from collections.abc import Iterator
@@ -66,11 +68,26 @@ class Collected:
     freed_bytes: int
 
 
+@contextlib.contextmanager
+def permissions_named(path: Path) -> Iterator[None]:
+    """Raise a PermissionError, or that of a file system that is read-only, as a ConfigError with the remedy."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        raise ConfigError(
+            f"disk directory {path} cannot be opened: {error.filename or path}: {error.strerror}: run the command as "
+            "the user of the engine that wrote it"
+        ) from error
+
+
 def find_directories(path: Path) -> list[Path]:
     """The directories of tiers at `path` and below it: ranks have a directory each. Raises ConfigError if there is
     none.
     """
-    found = sorted(file.parent for pattern in ("", "*/", "*/*/") for file in path.glob(pattern + TIER_FILE))
+    with permissions_named(path):
+        found = sorted(file.parent for pattern in ("", "*/", "*/*/") for file in path.glob(pattern + TIER_FILE))
     if not found:
         raise ConfigError(f"there is no directory of a disk tier at {path} or below it: no file {TIER_FILE}")
     return found
@@ -80,8 +97,9 @@ def directories_of_tier(path: Path) -> list[Path]:
     """The directory of one tier at `path`, or those of its ranks in it. Raises ConfigError if there is none: what lies
     deeper belongs to other tiers.
     """
-    found = [path] if (path / TIER_FILE).exists() else sorted(path.glob("rank-*-of-*/"))
-    found = [each for each in found if (each / TIER_FILE).exists()]
+    with permissions_named(path):
+        found = [path] if (path / TIER_FILE).exists() else sorted(path.glob("rank-*-of-*/"))
+        found = [each for each in found if (each / TIER_FILE).exists()]
     if not found:
         raise ConfigError(
             f"{path} is not the directory of a disk tier, as it has no file {TIER_FILE}: give one of those that "
@@ -91,12 +109,13 @@ def directories_of_tier(path: Path) -> list[Path]:
 
 
 def description_of(path: Path) -> dict[str, Any]:
-    """The description of a directory. Raises ConfigError if it is damaged."""
-    directory = TierDirectory.existing(path)
-    try:
-        return parsed(path / TIER_FILE, directory.read(TIER_FILE) or b"")
-    finally:
-        directory.close()
+    """The description of a directory. Raises ConfigError if it is damaged, or cannot be read."""
+    with permissions_named(path):
+        directory = TierDirectory.existing(path, write=False)
+        try:
+            return parsed(path / TIER_FILE, directory.read(TIER_FILE) or b"")
+        finally:
+            directory.close()
 
 
 def differences(one: Path, other: Path) -> list[tuple[str, Any, Any]]:
@@ -110,8 +129,10 @@ def differences(one: Path, other: Path) -> list[tuple[str, Any, Any]]:
 class Inspection:
     """A directory of this format version. Any number of engines may use it meanwhile."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises ConfigError if there is no such directory, or if it has another format version or no table."""
+    def __init__(self, path: Path, *, write: bool = False) -> None:
+        """`write`: open it to delete blocks, too; else read permission is enough. Raises ConfigError if there is no
+        such directory, if it has another format version or no table, or if permissions are missing.
+        """
         self.path = path
         self.description = description_of(path)
         if self.description.get("format_version") != FORMAT_VERSION:
@@ -119,9 +140,10 @@ class Inspection:
                 f"disk directory {path} has format version {self.description.get('format_version')!r}, but this "
                 f"version of Sidestream uses {FORMAT_VERSION}: delete it (sidestream cache clear {path})"
             )
-        self._directory = TierDirectory.existing(path)
         try:
-            table = SlotTable.open(self._directory)
+            with permissions_named(path):
+                self._directory = TierDirectory.existing(path, write=write)
+                table = SlotTable.open(self._directory)
         except TierCorrupt as error:
             raise ConfigError(f"{error}: the next engine makes it anew, without blocks") from error
         if table is None:
@@ -147,7 +169,8 @@ class Inspection:
         )
 
     def verify(self, *, delete: bool = False) -> Verified:
-        """Read every block and compare it with its checksum. `delete`: remove the records of damaged blocks.
+        """Read every block and compare it with its checksum. `delete`: remove the records of damaged blocks, of a
+        directory that was opened to write.
 
         Each block is leased while it is read, so engines do not overwrite it; they may meanwhile.
         """
@@ -165,7 +188,8 @@ class Inspection:
         return Verified(good, tuple(faults), skipped)
 
     def collect(self, *, used_before_s: float | None = None, keep_bytes: int | None = None) -> Collected:
-        """Delete blocks, the least recently used first, and return their space to the file system.
+        """Delete blocks of a directory that was opened to write, the least recently used first, and return their space
+        to the file system.
 
         used_before_s  delete blocks that were last used before this time; None: of any time
         keep_bytes     delete the blocks that do not fit into this size; None: there is no bound
@@ -214,9 +238,12 @@ class Inspection:
             if self._locks.share(slot):
                 try:
                     if self._table.check(slot) == check_of(slot, entry):
-                        fault = segments.read(slot, [entry], [out])[0] or ""
+                        with permissions_named(self.path):
+                            fault = segments.read(slot, [entry], [out])[0] or ""
                 except FileNotFoundError:
                     fault = "is in a file that is gone"
+                except OSError as error:
+                    fault = f"cannot be read: {error.strerror or error}"
                 finally:
                     self._locks.release(slot)
             yield slot, entry, fault
@@ -228,7 +255,7 @@ def clear(path: Path) -> None:
 
     Raises ConfigError, and deletes nothing, if an engine uses the directory.
     """
-    directory = TierDirectory.existing(path)
+    directory = TierDirectory.existing(path, write=True)
     with directory.locked():
         if description_of(path).get("format_version") == 1:
             for name in directory.names():

@@ -185,10 +185,10 @@ class SlotTable:
         self._ending()
 
     @classmethod
-    def open(cls, directory: TierDirectory, *, write: bool = True) -> SlotTable | None:
+    def open(cls, directory: TierDirectory) -> SlotTable | None:
         """The table of a directory; None if it has none. Raises TierCorrupt if the file is no table. Raises OSError."""
         try:
-            fd = open_regular(TABLE_FILE, os.O_RDWR if write else os.O_RDONLY, dir_fd=directory.fd)
+            fd = open_regular(TABLE_FILE, directory.access, dir_fd=directory.fd)
         except FileNotFoundError:
             return None
         header = os.pread(fd, _TABLE_HEADER.size, 0).ljust(_TABLE_HEADER.size, b"\0")
@@ -529,7 +529,7 @@ class Segments:
                 os.posix_fallocate(fd, 0, num_bytes)
             finally:
                 os.close(fd)
-        return open_regular(name, os.O_RDWR | (os.O_DIRECT if direct else 0), dir_fd=self._directory.fd)
+        return open_regular(name, self._directory.access | (os.O_DIRECT if direct else 0), dir_fd=self._directory.fd)
 
 
 def address_of(block: memoryview) -> int:
