@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from typing import Any
 
@@ -295,6 +296,16 @@ def test_content_types_that_web_pages_may_post_without_preflight_are_refused(sha
     headers = {} if kind is None else {"content-type": kind}
     body = json.dumps({"model": "fake", "messages": HI}).encode()
     assert shared.http.post("/v1/chat/completions", content=body, headers=headers).status_code == 415
+
+
+def test_a_compressed_body_is_refused_with_a_remedy(shared: Served) -> None:
+    body = gzip.compress(json.dumps({"model": "fake", "messages": HI}).encode())
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    reply = shared.http.post("/v1/chat/completions", content=body, headers=headers)
+    assert (reply.status_code, reply.json()["error"]["message"]) == (
+        415,
+        "content-encoding is 'gzip': send the body uncompressed",
+    )
 
 
 def test_a_wrong_model_raises_not_found_in_the_openai_client(shared: Served) -> None:

@@ -106,8 +106,9 @@ class BodyReader:
 
     @contextlib.asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytearray]:
-        """The whole body, which counts as buffered inside the context. Raises ApiError for a wrong content type (415),
-        for a body that is too long (413) or arrives too slowly (408), and if too many bytes are buffered (503).
+        """The whole body, which counts as buffered inside the context. Raises ApiError for a wrong content type and for
+        compression (415), for a body that is too long (413) or arrives too slowly (408), and if too many bytes are
+        buffered (503).
 
         The bounds are enforced while the body is read, also for a chunked body. Raises ClientGone if the client
         disconnects.
@@ -117,6 +118,8 @@ class BodyReader:
         # a JSON body, but not before other types.
         if kind.partition(";")[0].strip().lower() != "application/json":
             raise ApiError(415, f"content-type is {kind[:100]!r}: send application/json")
+        if (coding := request.headers.get("content-encoding", "identity")).strip().lower() != "identity":
+            raise ApiError(415, f"content-encoding is {coding[:100]!r}: send the body uncompressed")
         if int(request.headers.get("content-length", 0)) > self.max_body_bytes:
             raise self._too_long()
         body = bytearray()
