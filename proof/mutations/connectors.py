@@ -152,7 +152,7 @@ EQUIVALENT = (
     .without("removed-keys-leave-the-planner", Never())
     .unreached(_UNSEEN, f"{_PLANNER}a_block_that_one_rank_lacks_is_not_found"),
     Fault("H13", "a block is found that a rank does not have")
-    .without("block-counts-if-every-rank-has-it", Become("continue"))
+    .without("block-counts-if-every-rank-has-it", Rewrite("in self._ranks", "in self._ranks[:1]"))
     .unreached(_UNSEEN, f"{_PLANNER}a_block_that_one_rank_lacks_is_not_found"),
     Fault("H26", "requests load blocks that the reset removes, and each of these loads fails")
     .without("nothing-is-found-until-a-reset-is-executed", Never())
@@ -181,6 +181,9 @@ EQUIVALENT = (
     Fault("H8", "KV of the weights before a reset is stored after it")
     .without("blocks-from-before-a-reset-are-not-stored", DropOperand("stale"))
     .unreached(_UNSEEN, f"{_PLANNER}blocks_from_before_a_reset_are_not_stored_until_the_request_starts_again"),
+    Fault("H8", "KV of the weights before a reset is stored after it, by an order that waited for the next step")
+    .without("unsent-store-ends-with-a-reset")
+    .unreached(_UNSEEN, f"{_PLANNER}a_store_that_was_not_sent_before_a_reset_is_not_executed"),
     Fault("H2", "a store reads blocks of a request that ended, and another request overwrites them")
     .without("store-holds-its-device-blocks", Unwrap("add"))
     .unreached(_UNSEEN, _HELD),
@@ -197,7 +200,7 @@ EQUIVALENT = (
     .without("blocks-are-held-until-settled", Always())
     .unreached(_UNSEEN, _HELD),
     Fault("H14", "a block of one group of layers is loaded for another")
-    .without("key-has-the-group", DropOperand(1))
+    .without("key-has-the-group", Value("bytes(1)"))
     .unreached(_UNSEEN, f"{_PLANNER}equal_hashes_of_two_groups_are_two_blocks"),
     Fault("H14", "a block is stored as the state at its end, and has the state after an earlier token")
     .without("state-is-stored-when-it-is-handed", Never())

@@ -231,7 +231,7 @@ EQUIVALENT = (
 
 EXEMPT = (
     Exempt("_Load.gates", ("submitted",), "see load-without-fences-gates-no-step"),
-    Exempt("_Load.share_left", ("submitted", "submitted"), _FOR_SPEED),
+    Exempt("_Load.share_left", ("submitted", "submitted", "submitted"), _FOR_SPEED),
     Exempt("_Load.seconds_left", ("submitted", "failure", "submitted"), _FOR_SPEED),
     Exempt("OffloadConnector.gates", ("gates",), "see each-layer-waits-for-its-own-copy"),
     Exempt("OffloadConnector.seconds_left", ("epoch",), _FOR_SPEED),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +13,7 @@ from foreign_engine import Pool
 
 from sidestream_kv.connectors.key_events import BlockEvent, KeyEvents
 from sidestream_kv.connectors.orders import LoadOrder, Order, Orders, PromoteOrder, Report, StoreOrder, TierKeys
-from sidestream_kv.connectors.planner import STATE_WINDOW, Group, Planner
+from sidestream_kv.connectors.planner import STATE_WINDOW, Group, Planner, _State
 from sidestream_kv.kv.key_log import KeysRemoved, KeysStored
 from sidestream_kv.types import HOST, Key
 
@@ -333,6 +333,62 @@ def test_a_step_without_room_looks_at_one_block_of_a_request(monkeypatch: pytest
     assert looked == list(rig.keys(request, 0, 0))
 
 
+def test_stores_of_all_requests_of_a_step_are_one_order() -> None:
+    rig = Rig()
+    one, two = rig.request(9, "one", "a"), rig.request(9, "two", "b")
+    ids, others = rig.blocks(3), rig.blocks(3)
+    for request in (one, two):
+        rig.planner.match(request, 0)
+    new = [("one", [ids], True), ("two", [others], True)]
+    (order,) = rig.planner.plan_step(new, {"one": 9, "two": 9}).orders
+    keys = rig.keys(one) + rig.keys(two)
+    assert order == StoreOrder(keys, (*ids[:2], *others[:2]), keys)
+    rig.planner.request_ended("one", [ids])
+    rig.report(settled=1)
+    assert not rig.planner.busy and not rig.planner._holds.storing
+
+
+def test_a_prompt_that_two_requests_compute_in_one_step_is_stored_once() -> None:
+    rig = Rig()
+    ids = rig.blocks(3)
+    for name in ("one", "two"):
+        rig.planner.match(rig.request(9, name), 0)
+    new = [("one", [ids], True), ("two", [rig.blocks(3)], True)]
+    (order,) = rig.planner.plan_step(new, {"one": 9, "two": 9}).orders
+    assert isinstance(order, StoreOrder) and order.block_ids == tuple(ids[:2])
+
+
+def test_a_step_looks_only_at_requests_whose_next_block_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(FULL, WINDOW)
+    request = rig.request(12)
+    request.num_tokens = 9
+    rig.start(request, 9, rig.blocks(3), rig.blocks(3))
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.planner, "_not_held", None)
+        patch.setattr(_State, "extend_keys", None)
+        assert rig.step(request, 2, None, again=False).orders == ()
+    (order,) = rig.step(request, 1, None, again=False).orders
+    assert isinstance(order, StoreOrder) and order.keys == (*rig.keys(request, 0, 2), *rig.keys(request, 1, 2))
+
+
+def test_a_new_prompt_gets_the_keys_of_its_first_blocks_only() -> None:
+    rig = Rig()
+    rig.hold_all(rig.request(400, "other", "b"))
+    request = rig.request(400)
+    assert rig.planner.match(request, 0) == 0
+    assert rig.planner._states["r"].keys == [list(rig.keys(request, 0, 0))]
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_keys_of_many_blocks_are_those_of_each_block(group: int) -> None:
+    rig = Rig(FULL, Group(8, 2), boundary=8)
+    request = rig.request(800)
+    orders = rig.start(request, 800, rig.blocks(30), rig.blocks(30))
+    (order,) = orders.orders
+    assert isinstance(order, StoreOrder)
+    assert order.keys[30 * group : 30 * (group + 1)] == rig.keys(request, group)[:30]
+
+
 def test_a_block_that_fell_behind_its_window_is_not_stored_later() -> None:
     rig = Rig(WINDOW, most_held=1)
     request = rig.request(25)
@@ -458,14 +514,14 @@ def test_the_work_for_long_prompts_is_bounded(monkeypatch: pytest.MonkeyPatch) -
     rig.hold(*(key for at, key in enumerate(rig.keys(request, 1)) if at % 90))
     rig.hold(*rig.keys(request, 2)[:9_000])
     looked = 0
-    source = TierKeys.source
+    missing = TierKeys.missing
 
-    def counted(keys: TierKeys, key: Key) -> str | None:
+    def counted(keys: TierKeys, asked: Sequence[Key]) -> Collection[Key]:
         nonlocal looked
-        looked += 1
-        return source(keys, key)
+        looked += len(asked)
+        return missing(keys, asked)
 
-    monkeypatch.setattr(TierKeys, "source", counted)
+    monkeypatch.setattr(TierKeys, "missing", counted)
     assert rig.planner.match(request, 0) == 0 and looked <= 30_000 + 300
     looked = 0
     assert rig.planner.match(rig.request(40_001, "other", "b"), 0) == 0 and looked <= 1

@@ -36,6 +36,20 @@ class Settled:
 FAILED, GOOD, LATE = Settled(True, OSError("injected")), Settled(True), Settled(False)
 
 
+@pytest.mark.parametrize("done", [0, 1, 31, 32, 200, 255, 256])
+def test_few_slices_are_polled_to_tell_how_much_of_a_load_has_arrived(
+    done: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    polled: list[int] = []
+    monkeypatch.setattr(Settled, "poll", lambda self: polled.append(self.tick) or self.done)  # type: ignore[func-returns-value]
+    slices: Any = [Settled(at < done, tick=at) for at in range(256)]
+    parts = [Part(tuple(slices[at : at + 32]), 64) for at in range(0, 256, 32)]
+    load = LoadSubmitted(1, tuple(parts[:4]), tuple(parts[4:]))
+    left = load.bytes_left()
+    assert left == [max(0, min(64, (32 * (at + 1) - done) * 2)) for at in range(8)]
+    assert len(polled) <= 6 * (done // 32 + 1)
+
+
 @pytest.mark.parametrize(
     ("fences", "has_failed"),
     [

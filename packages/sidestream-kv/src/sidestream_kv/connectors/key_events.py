@@ -34,9 +34,9 @@ class KeyEvents:
         self._tiers: dict[Key, set[str]] = {}  # that hold the block
         self._events: deque[BlockEvent] = deque()
 
-    def ordered(self, key: Key, group: int, block_hash: bytes) -> None:
-        """A block is about to be stored."""
-        self._hashes[key] = (group, block_hash)
+    def ordered(self, group: int, hashes: Mapping[Key, bytes]) -> None:
+        """These blocks are about to be stored."""
+        self._hashes.update({key: (group, block_hash) for key, block_hash in hashes.items()})
 
     def changed(self, changes: Sequence[KeyChange]) -> None:
         """A rank reported changes."""

@@ -5,8 +5,9 @@ every step, and the worker of each rank (`carrier`) answers with a Report. Plain
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 from sidestream_kv.kv.key_log import KeyChange, KeysRemoved, KeysStored
 from sidestream_kv.types import HOST, Key
@@ -92,39 +93,47 @@ class TierKeys:
 
     def __init__(self, num_ranks: int) -> None:
         self._ranks: list[dict[str, set[Key]]] = [{HOST: set()} for _ in range(num_ranks)]
+        self._hosts = [tiers[HOST] for tiers in self._ranks]
+        self._has_others = False  # whether any rank has reported keys of another tier
 
     def apply(self, rank: int, changes: Sequence[KeyChange]) -> None:
         """Take over what a rank's worker has reported."""
         tiers = self._ranks[rank]
         for change in changes:
             if isinstance(change, KeysStored):
-                tiers.setdefault(change.tier, set()).update(change.keys)
-            elif isinstance(change, KeysRemoved):  # rule: removed-keys-leave-the-planner
-                tiers.setdefault(change.tier, set()).difference_update(change.keys)
+                if change.tier not in tiers:
+                    tiers[change.tier], self._has_others = set(), True
+                tiers[change.tier].update(change.keys)
+            elif isinstance(change, KeysRemoved) and change.tier in tiers:  # rule: removed-keys-leave-the-planner
+                tiers[change.tier].difference_update(change.keys)
 
-    def source(self, key: Key) -> str | None:
-        """The slowest tier that any rank must read this block from, host memory first; None: a rank has it nowhere."""
-        slowest = HOST
-        for tiers in self._ranks:
-            if key in tiers[HOST]:
-                continue
-            found = next((tier for tier, keys in tiers.items() if key in keys), None)
-            if found is None:  # rule: block-counts-if-every-rank-has-it
-                return None
-            slowest = found
-        return slowest
+    def outside_host_memory(self, keys: Sequence[Key]) -> Collection[Key]:
+        """Those of the keys whose blocks any rank does not have in host memory."""
+        # The usual cases first, without a set of all keys: a new prompt, and a prefix that came back.
+        if self._hosts[0].isdisjoint(keys):
+            return keys
+        for host in self._hosts:
+            if not host.issuperset(keys):
+                asked = set(keys)
+                return set[Key]().union(*(asked - host for host in self._hosts))
+        return ()
+
+    def missing(self, keys: Sequence[Key]) -> Collection[Key]:
+        """Those of the keys whose blocks any rank has in no tier."""
+        outside = self.outside_host_memory(keys)
+        if not outside or not self._has_others:
+            return outside
+        # rule: block-counts-if-every-rank-has-it
+        return set[Key]().union(*(reduce(set.difference, tiers.values(), set(outside)) for tiers in self._ranks))
 
     def counts(self, keys: Sequence[Key]) -> Counter[str]:
-        """How many of these blocks must be read from each tier: see `source`."""
-        if self.all_in_host_memory(keys):  # the usual case, and much faster
-            return Counter({HOST: len(keys)})
-        return Counter(source for source in map(self.source, keys) if source is not None)
-
-    def outside_host_memory(self, keys: Sequence[Key]) -> set[Key]:
-        """Those of the keys whose blocks any rank does not have in host memory."""
-        asked = set(keys)
-        return set[Key]().union(*(asked - tiers[HOST] for tiers in self._ranks))
-
-    def all_in_host_memory(self, keys: Sequence[Key]) -> bool:
-        """Whether every rank has all of these blocks in host memory."""
-        return all(tiers[HOST].issuperset(keys) for tiers in self._ranks)
+        """How many of these blocks, which all ranks have, must be read from each tier: one that a rank lacks in host
+        memory counts for the first tier that has it.
+        """
+        left = set(self.outside_host_memory(keys)) if self._has_others else set()
+        found = Counter({HOST: len(keys) - len(left)})
+        for tier, held in (named for tiers in self._ranks for named in tiers.items() if left):
+            if tier != HOST:
+                found[tier] += len(left & held)
+                left -= held
+        return found

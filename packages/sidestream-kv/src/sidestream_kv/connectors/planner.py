@@ -14,16 +14,20 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from types import MappingProxyType
 from typing import Any, Protocol
 
+import numpy as np
+
 from sidestream_kv.connectors.key_events import KeyEvents
-from sidestream_kv.connectors.orders import LoadOrder, Order, Orders, PromoteOrder, Report, StoreOrder, TierKeys
+from sidestream_kv.connectors.orders import LoadOrder, Orders, PromoteOrder, Report, StoreOrder, TierKeys
 from sidestream_kv.types import HOST, Key
 
 _HASH_BYTES = 15  # of a key; the last byte is the group
+_MANY = 16  # from so many keys on, numpy makes them faster
 # Weight of a new measurement in the moving average of the prefill rate, and least tokens of a step that tells it.
 _WEIGHT = 0.2
 _PREFILL_TOKENS = 512
@@ -86,8 +90,15 @@ class Group:
         return range(first // self.block_tokens, max(first, stop) // self.block_tokens)
 
 
-_Found = tuple[Key, int, int, int]
-"""A block to store: its key, its device block, its group, and its index in its request."""
+def _keys(hashes: Sequence[bytes], group: int) -> list[Key]:
+    """The keys of blocks of a group with these hashes, which are at least as long as a key."""
+    tail = bytes((group,))  # rule: key-has-the-group
+    if len(hashes) < _MANY:
+        return [each[:_HASH_BYTES] + tail for each in hashes]
+    size, together = len(hashes[0]), bytearray(b"".join(hashes))
+    together[_HASH_BYTES::size] = tail * len(hashes)
+    keys: list[Key] = np.ndarray(len(hashes), f"V{_HASH_BYTES + 1}", together, strides=(size,)).tolist()
+    return keys
 
 
 @dataclass(slots=True, eq=False)
@@ -97,6 +108,7 @@ class _State:
     keys       keys of its blocks, by group
     block_ids  its device blocks, by group
     seen       number of its blocks that are stored already or cannot be, by group; the next store begins there
+    due        number of tokens at which its next block is complete
     first      tokens that were computed when its hit was found
     promoting  number of its promotion in flight
     promoted   whether a promotion ended: then only host memory counts
@@ -109,6 +121,7 @@ class _State:
     keys: list[list[Key]]
     block_ids: list[list[int]]
     seen: list[int]
+    due: float = 0
     first: int = 0
     promoting: int = 0
     promoted: bool = False
@@ -116,44 +129,70 @@ class _State:
     refused: bool = False
     stale: bool = False
 
-    def extend_keys(self, groups: Sequence[Group]) -> None:
-        """Add the keys of the blocks whose hashes the engine has computed since."""
-        hashes = self.request.block_hashes
+    def extend_keys(self, groups: Sequence[Group], stop: int) -> None:
+        """Add the keys of the blocks up to token `stop` whose hashes the engine has computed."""
         for at, group in enumerate(groups):
-            keys, tail = self.keys[at], bytes([at])
-            lasts = hashes[(len(keys) + 1) * group.hashes - 1 :: group.hashes]
-            keys += [last[:_HASH_BYTES] + tail for last in lasts]  # rule: key-has-the-group
+            keys, count = self.keys[at], stop // group.block_tokens
+            if len(keys) < count:
+                keys += _keys(self.hashes(group, len(keys), count), at)
 
-    def found(self, at: int, blocks: range, wanted: Set[Key]) -> list[_Found]:
-        """Those of these blocks of a group that are wanted, and not empty."""
-        keys, ids = self.keys[at], self.block_ids[at]
-        return [(keys[block], ids[block], at, block) for block in blocks if ids[block] and keys[block] in wanted]
+    def hashes(self, group: Group, first: int, stop: int) -> Sequence[bytes]:
+        """The engine's hashes of these blocks of a group."""
+        size = group.hashes
+        hashes: Sequence[bytes] = self.request.block_hashes[(first + 1) * size - 1 : stop * size : size]
+        return hashes
 
     def needed(self, groups: Sequence[Group], first: int, stop: int) -> list[list[Key]]:
         """The keys that a hit from token `first` to token `stop` must load, by group."""
         ranges = [group.blocks(first, stop) for group in groups]
         return [keys[blocks.start : blocks.stop] for keys, blocks in zip(self.keys, ranges, strict=True)]
 
-    def can_load(self, key: Key, held: TierKeys) -> bool:
-        """Whether this block can be loaded."""
-        source = held.source(key)
+    def gaps(self, at: int, blocks: range, held: TierKeys) -> Sequence[int]:
+        """Those of these blocks of a group that cannot be loaded, in order."""
+        keys = self.keys[at][blocks.start : blocks.stop]
         # rule: after-a-promotion-only-host-memory-counts
-        return source == HOST if self.promoted else source is not None
+        lost = held.outside_host_memory(keys) if self.promoted else held.missing(keys)
+        unknown = blocks[len(keys) :]
+        if not lost or lost is keys:
+            return blocks if lost else unknown
+        return [*(block for block, key in zip(blocks, keys, strict=False) if key in lost), *unknown]
 
-    def gap(self, at: int, blocks: range, held: TierKeys) -> int | None:
-        """The last of these blocks of a group that cannot be loaded; None: all can."""
-        keys = self.keys[at]
-        if blocks.stop <= len(keys) and held.all_in_host_memory(keys[blocks.start : blocks.stop]):
-            return None
-        return next((at for at in reversed(blocks) if at >= len(keys) or not self.can_load(keys[at], held)), None)
+    def hit(self, groups: Sequence[Group], boundary: int, held: TierKeys, computed: int) -> tuple[int, Counter[str]]:
+        """Where a hit ends, in tokens, and how many blocks it reads from each tier."""
+        most = (self.request.num_tokens - 1) // boundary * boundary  # at least one token is computed
+        # The first blocks tell that a prompt is new, without the keys of the others.
+        stop = min(most, computed + boundary)
+        if self._until_gap(groups, boundary, held, range(computed, stop)) <= computed:
+            return computed, Counter()
+        stop = self._until_gap(groups, boundary, held, range(computed, most))
+        windows = [(at, group) for at, group in enumerate(groups) if group.window]
+        while stop > computed:  # where one group's window has a gap, all groups need their windows before it
+            gaps = ((self.gaps(at, group.blocks(computed, stop), held), group) for at, group in windows)
+            gap = next((blocks[-1] * group.block_tokens for blocks, group in gaps if blocks), None)
+            if gap is None:  # rule: hit-has-the-whole-window
+                break
+            stop = gap // boundary * boundary
+        needed = Counter[str]()
+        for keys in self.needed(groups, computed, stop):
+            needed += held.counts(keys)
+        return stop, needed
+
+    def _until_gap(self, groups: Sequence[Group], boundary: int, held: TierKeys, tokens: range) -> int:
+        """Where the first of these tokens that a group without a window cannot load has its boundary."""
+        stop = tokens.stop
+        self.extend_keys(groups, stop)
+        for at, group in enumerate(groups):
+            if not group.window and (gaps := self.gaps(at, group.blocks(tokens.start, stop), held)):
+                stop = min(stop, gaps[0] * group.block_tokens) // boundary * boundary
+        return stop
 
 
 @dataclass(slots=True, eq=False)
 class _Held:
     """Device blocks that an order keeps from being used again, and the keys that it stores."""
 
-    blocks: list[Any]
-    stores: tuple[Key, ...] = ()
+    blocks: list[Any] = field(default_factory=list)
+    stores: list[Key] = field(default_factory=list)
 
 
 class _Holds:
@@ -185,12 +224,17 @@ class _Holds:
 
         pool.reset_prefix_cache = reset_beside_transfers
 
-    def add(self, number: int, block_ids: Sequence[int], stores: tuple[Key, ...] = ()) -> None:
-        """Keep these blocks from being used again until order `number` has settled."""
+    def add(self, number: int, block_ids: Sequence[int], stores: Sequence[Key] = ()) -> None:
+        """Keep these blocks, too, from being used again until order `number` has settled."""
         assert self.pool is not None
-        blocks = [self.pool.blocks[block_id] for block_id in block_ids]
+        pool_blocks = self.pool.blocks
+        blocks = [pool_blocks[block_id] for block_id in block_ids]
         self.pool.touch(blocks)
-        self._held[number] = _Held(blocks, stores)
+        if number not in self._held:
+            self._held[number] = _Held()
+        held = self._held[number]
+        held.blocks += blocks
+        held.stores += stores
         self.num_blocks += len(blocks)
         self.storing.update(stores)
 
@@ -205,6 +249,26 @@ class _Holds:
             assert self.pool is not None
             self.pool.free_blocks(reversed(held.blocks))  # the last block of a prefix is evicted first
         return keys
+
+
+@dataclass(slots=True, eq=False)
+class _Stores:
+    """What the next step stores: one order for all requests, because each order costs the workers as much as many
+    blocks. `number`: the order's.
+    """
+
+    number: int
+    keys: list[Key] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+    prefix: list[Key] = field(default_factory=list)
+
+    def order(self) -> StoreOrder:
+        """The order for the workers."""
+        return StoreOrder(tuple(self.keys), tuple(self.block_ids), tuple(self.prefix))
+
+    def clear(self) -> None:
+        """Store nothing. The order remains, because it has a number."""
+        self.keys, self.block_ids, self.prefix = [], [], []
 
 
 class _Costs:
@@ -297,7 +361,8 @@ class Planner:
         self._holds = _Holds()
         self._keys = TierKeys(num_ranks)
         self._states: dict[str, _State] = {}
-        self._orders: list[Order] = []
+        self._orders: list[LoadOrder | PromoteOrder | _Stores] = []
+        self._stores: _Stores | None = None  # one of the orders
         self._step = self._sent = self._resets = 0  # `_sent`: number of the last order that was sent
         self._loads: dict[int, _Load] = {}
         self._promotions: dict[int, str] = {}
@@ -333,8 +398,7 @@ class Planner:
             return None
         if state.refused:  # rule: request-loads-no-more-after-a-failure
             return 0
-        state.extend_keys(self._groups)
-        stop, sources = self._hit(state, computed)
+        stop, sources = state.hit(self._groups, self._boundary, self._keys, computed)
         num_blocks = sum(sources.values())
         if stop <= computed or not self._costs.worth_loading(stop - computed, sources):
             return 0
@@ -368,32 +432,6 @@ class Planner:
         state = self._states.get(request_id)
         return "disk" if state is not None and state.promoted else HOST
 
-    def _hit(self, state: _State, computed: int) -> tuple[int, Counter[str]]:
-        """Where a hit ends, in tokens, and how many blocks it reads from each tier."""
-        boundary = self._boundary
-        stop = (state.request.num_tokens - 1) // boundary * boundary  # at least one token is computed
-        for at, group in enumerate(self._groups):
-            if not group.window:
-                first = computed // group.block_tokens
-                keys = state.keys[at][first : stop // group.block_tokens]
-                count = len(keys)
-                if not self._keys.all_in_host_memory(keys):
-                    count = next(
-                        (index for index, key in enumerate(keys) if not state.can_load(key, self._keys)), count
-                    )
-                stop = min(stop, (first + count) * group.block_tokens) // boundary * boundary
-        windows = [(at, group) for at, group in enumerate(self._groups) if group.window]
-        while stop > computed:  # where one group's window has a gap, all groups need their windows before it
-            gaps = ((state.gap(at, group.blocks(computed, stop), self._keys), group) for at, group in windows)
-            gap = next((block * group.block_tokens for block, group in gaps if block is not None), None)
-            if gap is None:  # rule: hit-has-the-whole-window
-                break
-            stop = gap // boundary * boundary
-        needed = Counter[str]()
-        for keys in state.needed(self._groups, computed, stop):
-            needed += self._keys.counts(keys)
-        return stop, needed
-
     # ------------------------------------------------------------------ stores
 
     def plan_step(
@@ -416,13 +454,13 @@ class Planner:
             if state is None:
                 continue
             if again:  # rule: resumed-request-has-new-blocks
-                state.block_ids, state.seen = [[] for _ in self._groups], [0] * len(self._groups)
+                state.block_ids, state.seen, state.due = [[] for _ in self._groups], [0] * len(self._groups), 0
             for at, ids in enumerate(new_ids or ()):
                 state.block_ids[at].extend(ids or ())
             count = num_tokens.get(request_id, 0)
             prompt_tokens += count if count > 1 else 0
+            computed = state.request.num_computed_tokens + count
             if count and not state.loading:
-                computed = state.request.num_computed_tokens + count
                 self._store(state, computed, touches=count > 1 and computed >= state.request.num_tokens)
         for request_id, states in handed.items():
             if (state := self._states.get(request_id)) is not None:
@@ -430,10 +468,11 @@ class Planner:
         self._step += 1
         if prompt_tokens >= _PREFILL_TOKENS and prompt_tokens == sum(num_tokens.values()):
             self._costs.began(self._step, prompt_tokens)
+        sent = tuple(order.order() if isinstance(order, _Stores) else order for order in self._orders)
         most = max(num_tokens.values(), default=0)
-        orders = Orders(self._step, self._resets, self._sent + 1, tuple(self._orders), most_tokens=most)
-        self._sent += len(self._orders)
-        self._orders = []
+        orders = Orders(self._step, self._resets, self._sent + 1, sent, most_tokens=most)
+        self._sent += len(sent)
+        self._orders, self._stores = [], None
         return orders
 
     def _store(self, state: _State, computed: int, *, touches: bool) -> None:
@@ -441,57 +480,71 @@ class Planner:
 
         touches   the whole prefix counts as just used; not with each chunk of a prompt, because prefixes are long
         """
-        state.extend_keys(self._groups)
-        found: list[_Found] = []
-        room = self._most_held - self._holds.num_blocks
+        if computed < state.due:
+            return
+        state.extend_keys(self._groups, computed)
+        ordered, state.due = False, inf
         for at, group in enumerate(self._groups):
             if group.handed:  # rule: state-is-stored-when-it-is-handed
                 continue
             complete = min(computed // group.block_tokens, len(state.keys[at]), len(state.block_ids[at]))
-            # rule: block-behind-the-window-is-not-stored
-            first = max(state.seen[at], group.blocks(0, state.request.num_computed_tokens).start)
+            behind = group.blocks(0, state.request.num_computed_tokens).start if group.window else 0
+            first = max(state.seen[at], behind)  # rule: block-behind-the-window-is-not-stored
             state.seen[at] = max(first, complete)
             while first < complete:
-                # A step without room looks at one block.
-                stop = min(complete, first + max(1, room - len(found)))
-                wanted = self._not_held(state.keys[at][first:stop])
-                stored = state.found(at, range(first, stop), wanted) if wanted else []
-                if stored and len(found) >= room:
+                room = self._most_held - self._holds.num_blocks
+                stop = min(complete, first + max(1, room))  # a step without room looks at one block
+                keys, ids = self._not_held(state.keys[at][first:stop], state.block_ids[at][first:stop])
+                if keys and room <= 0:
                     self.counts.stores_put_off += 1
                     state.seen[at] = first  # rule: store-without-room-is-tried-again
                     break
+                ordered |= self._order_store(state, at, range(first, stop), keys, ids)
                 first = stop
-                found += stored
-        first = self._prefix_group
-        self._order_store(state, found, tuple(state.keys[first][: state.seen[first]]) if touches else ())
+            state.due = min(state.due, (state.seen[at] + 1) * group.block_tokens)
+        if touches and ordered and self._stores is not None:
+            first = self._prefix_group
+            self._stores.prefix += state.keys[first][: state.seen[first]]
 
     def _store_states(self, state: _State, handed: Iterable[tuple[int, int, int]]) -> None:
         """Order the store of states, with or without room: they are few, and the engine may free their blocks next."""
-        state.extend_keys(self._groups)
-        found: list[_Found] = []
         for at, block_id, num_tokens in handed:
+            state.extend_keys(self._groups, num_tokens)
             blocks, rest = divmod(num_tokens, self._groups[at].block_tokens)
             if blocks <= len(state.keys[at]) and not rest:  # rule: state-is-stored-with-its-own-tokens
-                key = state.keys[at][blocks - 1]
-                if block_id and self._not_held([key]):
-                    found.append((key, block_id, at, blocks - 1))
-        self._order_store(state, found, ())
+                keys, ids = self._not_held(state.keys[at][blocks - 1 : blocks], [block_id])
+                self._order_store(state, at, range(blocks - 1, blocks), keys, ids)
 
-    def _not_held(self, keys: Sequence[Key]) -> set[Key]:
-        """The keys whose blocks host memory neither holds nor gets."""
-        return self._keys.outside_host_memory(keys) - self._holds.storing
+    def _not_held(self, keys: Sequence[Key], block_ids: Sequence[int]) -> tuple[Sequence[Key], Sequence[int]]:
+        """Those of the blocks that host memory neither holds nor gets, and that are not empty."""
+        wanted = self._keys.outside_host_memory(keys)
+        # The usual cases first, without a look at each block: a prefix that came back, and a new prompt.
+        if not wanted:
+            return (), ()
+        if wanted is keys and 0 not in block_ids and self._holds.storing.isdisjoint(keys):
+            return keys, block_ids
+        wanted = set(wanted) - self._holds.storing
+        found = [(key, block) for key, block in zip(keys, block_ids, strict=True) if block and key in wanted]
+        return [key for key, _ in found], [block for _, block in found]
 
-    def _order_store(self, state: _State, found: Sequence[_Found], prefix: tuple[Key, ...]) -> None:
-        if not found or state.stale:  # rule: blocks-from-before-a-reset-are-not-stored
-            return
-        keys, ids, *_ = zip(*found, strict=True)
+    def _order_store(
+        self, state: _State, at: int, blocks: range, keys: Sequence[Key], block_ids: Sequence[int]
+    ) -> bool:
+        """Order the store of blocks with these keys, some of `blocks` of a group. Returns whether it is ordered."""
+        if not keys or state.stale:  # rule: blocks-from-before-a-reset-are-not-stored
+            return False
         if self._events is not None:
-            hashes = state.request.block_hashes
-            for key, _, at, block in found:
-                self._events.ordered(key, at, hashes[(block + 1) * self._groups[at].hashes - 1])
-        # rule: store-holds-its-device-blocks
-        self._holds.add(self._add(StoreOrder(keys, ids, prefix)), ids, keys)
+            first, stop = blocks.start, blocks.stop
+            hashes = dict(zip(state.keys[at][first:stop], state.hashes(self._groups[at], first, stop), strict=True))
+            self._events.ordered(at, {key: hashes[key] for key in keys})
+        if (stores := self._stores) is None:
+            stores = self._stores = _Stores(self._sent + len(self._orders) + 1)
+            self._orders.append(stores)
+        stores.keys += keys
+        stores.block_ids += block_ids
+        self._holds.add(stores.number, block_ids, keys)  # rule: store-holds-its-device-blocks
         self.counts.stores += len(keys)
+        return True
 
     def request_ended(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
         """The request ended, and `block_ids`, all of its blocks by group, become free after this call."""
@@ -520,6 +573,7 @@ class Planner:
         if report.again:
             for state in self._states.values():  # blocks behind a sliding window may be of another request by now
                 state.seen = [seen if group.window else 0 for seen, group in zip(state.seen, self._groups, strict=True)]
+                state.due = 0
         self._costs.measure(report.step)
 
     def _promotion_ended(self, number: int) -> None:
@@ -548,7 +602,8 @@ class Planner:
         for state in self._states.values():
             state.stale = any(state.block_ids)
         # The workers give blocks that they store from now on to later requests.
-        self._orders = [StoreOrder((), ()) if isinstance(order, StoreOrder) else order for order in self._orders]
+        if self._stores is not None:
+            self._stores.clear()  # rule: unsent-store-ends-with-a-reset
         self._holds.storing.clear()
 
     # ------------------------------------------------------------------ records
@@ -556,12 +611,12 @@ class Planner:
     def _state(self, request: PlannedRequest) -> _State:
         state = self._states.get(request.request_id)
         if state is None:
-            count = len(self._groups)
-            lists: list[list[list[Any]]] = [[[] for _ in range(count)] for _ in range(2)]
-            state = self._states[request.request_id] = _State(request, lists[0], lists[1], [0] * count)
+            groups = self._groups
+            state = _State(request, [[] for _ in groups], [[] for _ in groups], [0] * len(groups))
+            self._states[request.request_id] = state
         return state
 
-    def _add(self, order: Order) -> int:
+    def _add(self, order: LoadOrder | PromoteOrder) -> int:
         """Send an order with the next step. Returns its number."""
         self._orders.append(order)
         return self._sent + len(self._orders)

@@ -25,14 +25,15 @@ class Stats(KVConnectorStats):  # type: ignore[misc]
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         super().__init__(data or {})
-        self._before: dict[str, float] = {}
+        self._before = [0.0] * len(_COUNTERS)
 
     def since(self, metrics: Metrics) -> Stats | None:
         """What was counted since the last call; None: nothing."""
-        now = {name: metrics.value(metric, *labels) for name, (metric, labels, _) in _COUNTERS.items()}
-        grown = {name: value - self._before.get(name, 0.0) for name, value in now.items()}
-        self._before = now
-        return Stats(grown) if any(grown.values()) else None
+        now = metrics.values((metric, labels) for metric, labels, _ in _COUNTERS.values())
+        before, self._before = self._before, now
+        if now == before:
+            return None
+        return Stats({name: value - old for name, value, old in zip(_COUNTERS, now, before, strict=True)})
 
     def reset(self) -> None:
         """Forget all counts."""

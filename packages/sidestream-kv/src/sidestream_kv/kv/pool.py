@@ -263,10 +263,7 @@ class FencedPool:
 
         Skips absent keys and blocks that are in use.
         """
-        for key in reversed(keys):
-            block_id = self._index.get(key)
-            if block_id is not None and block_id in self._cached:
-                self._cached.touch(block_id)
+        self._cached.touch_all(map(self._index.get, reversed(keys)))
 
     def demote(self, keys: Sequence[Key]) -> None:
         """Make the blocks of `keys` the next to be evicted. For a used block, this takes effect when it is released,
@@ -540,6 +537,13 @@ class Lru:
         """Add the block, or make it the most recently used one."""
         self._order[block_id] = None
         self._order.move_to_end(block_id)
+
+    def touch_all(self, block_ids: Iterable[int | None]) -> None:
+        """Make those of these blocks that are present the most recently used ones, the last one last."""
+        order = self._order
+        for block_id in block_ids:
+            if block_id is not None and block_id in order:
+                order.move_to_end(block_id)
 
     def add_all(self, block_ids: Sequence[int]) -> None:
         """Add blocks that are not present; the last becomes the most recently used one."""

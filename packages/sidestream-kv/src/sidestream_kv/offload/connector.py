@@ -91,8 +91,7 @@ class _Load:
         """Share of the load's bytes that have not arrived on the device yet, from 0 to 1."""
         if self.submitted is None:
             return 1.0
-        parts = (*self.submitted.before, *self.submitted.groups)
-        return sum(part.bytes_left() for part in parts) / self.submitted.num_bytes
+        return sum(self.submitted.bytes_left()) / self.submitted.num_bytes
 
     def seconds_left(self, load_s: float, step_s: float) -> float:
         """Seconds until a step of duration `step_s` can begin and never wait for the load, because each group of layers
@@ -103,13 +102,13 @@ class _Load:
         """
         if self.submitted is None:
             return math.inf
-        groups, byte_s = self.submitted.groups, load_s / self.submitted.num_bytes
-        left = sum(piece.bytes_left() for piece in self.submitted.before)
-        soonest = 0.0
-        for index, group in enumerate(groups):
-            left += group.bytes_left()
+        byte_s, num_groups = load_s / self.submitted.num_bytes, len(self.submitted.groups)
+        parts = self.submitted.bytes_left()
+        left, soonest = sum(parts[:-num_groups]), 0.0
+        for index, group_left in enumerate(parts[-num_groups:]):
+            left += group_left
             if left:
-                soonest = max(soonest, byte_s * left - step_s * index / len(groups))
+                soonest = max(soonest, byte_s * left - step_s * index / num_groups)
         # Read after the polls: a slice may have failed just before them.
         return math.inf if any(fence.failure is not None for fence in self.submitted.fences) else soonest
 

@@ -17,6 +17,7 @@ generation   number of cache resets when the job was submitted. A ticket from be
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -76,7 +77,9 @@ class Part:
 
     def bytes_left(self) -> float:
         """Estimate of the bytes that have not arrived yet, from the number of unfinished slices. Never blocks."""
-        return self.num_bytes * sum(not fence.poll() for fence in self.fences) / len(self.fences)
+        # Slices end in their order, so few of them are polled.
+        done = bisect_left(self.fences, True, key=lambda fence: not fence.poll())
+        return self.num_bytes * (1 - done / len(self.fences))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,14 @@ class LoadSubmitted:
     def fences(self) -> list[Fence]:
         """The fences of all slices."""
         return [fence for part in (*self.before, *self.groups) for fence in part.fences]
+
+    def bytes_left(self) -> list[float]:
+        """Estimate of the bytes that have not arrived yet, by part: `before`, then `groups`. Never blocks."""
+        left: list[float] = []
+        for part in (*self.before, *self.groups):
+            # Parts arrive in their order, but for few, so those behind an unfinished one are not polled.
+            left.append(part.num_bytes if left and left[-1] else part.bytes_left())
+        return left
 
     @property
     def num_bytes(self) -> int:
