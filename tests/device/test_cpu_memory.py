@@ -84,7 +84,7 @@ def can_map_pages() -> bool:
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this system does not list its mappings")
 def test_memory_is_private_and_may_have_huge_pages(device: CpuDevice) -> None:
-    memory = device.allocate("kv", 4 * MIB)
+    memory = device.allocate_host("host", 4 * MIB)
     address = memory.data.data_ptr()
     mappings = [line.split() for line in Path("/proc/self/maps").read_text(encoding="ascii").splitlines()]
     (permissions,) = (
@@ -97,10 +97,12 @@ def test_memory_is_private_and_may_have_huge_pages(device: CpuDevice) -> None:
 
 
 @pytest.mark.skipif(not can_map_pages(), reason="this kernel maps pages only when they are written")
-def test_pages_are_mapped_before_their_first_write(device: CpuDevice) -> None:
+@pytest.mark.parametrize("host", [True, False])
+def test_pages_are_mapped_before_their_first_write(device: CpuDevice, host: bool) -> None:
     before = resident_bytes()
-    memory = device.allocate("kv", 64 * MIB + 4096)
-    touched(device)
+    memory = (device.allocate_host if host else device.allocate)("kv", 64 * MIB + 4096)
+    if host:
+        touched(device)
     assert resident_bytes() - before > 60 * MIB
     assert not memory.data.any()
 
@@ -129,7 +131,7 @@ def test_other_threads_get_memory_while_pages_are_mapped() -> None:
 def test_touching_pages_in_the_background_keeps_written_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel(monkeypatch, chunks_let_through=1)
     device = CpuDevice(compute_threads=1)
-    memory = device.allocate("kv", 4 * MIB + 5)  # neither a whole chunk nor a whole page at the end
+    memory = device.allocate_host("host", 4 * MIB + 5)  # neither a whole chunk nor a whole page at the end
     assert kernel.held.wait(PATIENCE_S)
     memory.data.fill_(7)
     kernel.let_go()
@@ -151,12 +153,12 @@ def test_memory_whose_pages_are_not_mapped_yet_counts_as_allocated(monkeypatch: 
     available(monkeypatch, 10 * MIB)
     kernel = Kernel(monkeypatch, chunks_let_through=0)
     device = CpuDevice(compute_threads=1)
-    device.allocate("kv", 8 * MIB)
+    device.allocate_host("host", 8 * MIB)
     with pytest.raises(
         ConfigError,
-        match=r"^host memory of 0\.00 GiB does not fit: this machine has 0\.00 GiB available; ask for less$",
+        match=r"^more memory of 0\.00 GiB does not fit: this machine has 0\.00 GiB available; ask for less$",
     ):
-        device.allocate_host("host", 2 * MIB + 1)
+        device.allocate_host("more", 2 * MIB + 1)
     device.allocate_host("host", 2 * MIB)
     kernel.let_go()
     device.close()
@@ -167,7 +169,7 @@ def test_memory_is_not_counted_twice_once_its_pages_are_mapped(monkeypatch: pyte
     available(monkeypatch, 10 * MIB)
     kernel = Kernel(monkeypatch)
     device = CpuDevice(compute_threads=1)
-    device.allocate("kv", 8 * MIB + 1)
+    device.allocate_host("host", 8 * MIB + 1)
     touched(device)
     assert kernel.mapped == 9
     with pytest.raises(ConfigError, match="does not fit"):
@@ -180,7 +182,7 @@ def test_each_chunk_counts_as_allocated_until_it_is_mapped(monkeypatch: pytest.M
     available(monkeypatch, 10 * MIB)
     kernel = Kernel(monkeypatch, chunks_let_through=3)
     device = CpuDevice(compute_threads=1)
-    device.allocate("kv", 8 * MIB)
+    device.allocate_host("host", 8 * MIB)
     assert kernel.held.wait(PATIENCE_S)
     with pytest.raises(ConfigError, match="does not fit"):  # three chunks are mapped, five are not
         device.allocate_host("host", 5 * MIB + 1)
@@ -195,16 +197,16 @@ def test_a_refused_allocation_uses_no_memory(monkeypatch: pytest.MonkeyPatch) ->
     device = CpuDevice(compute_threads=1)
     for _ in range(3):
         with pytest.raises(ConfigError, match="does not fit"):
-            device.allocate("kv", 11 * MIB)
+            device.allocate_host("host", 11 * MIB)
     assert (device._touchers, kernel.mapped) == ([], 0)
-    device.allocate("kv", 10 * MIB)
+    device.allocate_host("host", 10 * MIB)
     device.close()
 
 
 def test_allocation_works_if_the_available_memory_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sidestream_kv.device.machine.available_bytes", lambda: None)
     device = CpuDevice(compute_threads=1)
-    assert int(device.allocate("kv", 4096).data.sum()) == 0
+    assert int(device.allocate_host("host", 4096).data.sum()) == 0
     device.close()
 
 
@@ -224,7 +226,7 @@ def closing(device: CpuDevice) -> threading.Thread:
 def test_close_skips_the_remaining_pages_and_joins_the_touching_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel(monkeypatch, chunks_let_through=2)
     device = CpuDevice(compute_threads=1)
-    memory = device.allocate("kv", 8 * MIB)
+    memory = device.allocate_host("host", 8 * MIB)
     assert kernel.held.wait(PATIENCE_S)
     closer = closing(device)
     closer.join(SILENCE_S)
@@ -239,7 +241,7 @@ def test_close_skips_the_remaining_pages_and_joins_the_touching_thread(monkeypat
 def test_pages_are_mapped_at_first_write_by_an_older_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sidestream_kv.device.machine.advise", lambda *_: False)
     device = CpuDevice(compute_threads=1)
-    memory = device.allocate("kv", 4096)
+    memory = device.allocate_host("host", 4096)
     touched(device)
     memory.data.fill_(3)
     assert torch.equal(memory.data, torch.full((4096,), 3, dtype=torch.uint8))
