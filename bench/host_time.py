@@ -13,7 +13,7 @@ from typing import Any
 from proof.random_models import random_model
 from proof.report import Figure, at_most
 from sidestream.config import EngineConfig, SamplingParams
-from sidestream.engine import Engine, build_engine
+from sidestream.engine import Engine, TokenColumns, build_engine
 from sidestream.errors import SidestreamError
 from sidestream.processes.garbage import freeze_gc_heap
 from sidestream.runner.executor import LaunchedStep
@@ -78,14 +78,12 @@ def measure(
 
 
 def _serve(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
-    """Submit all requests at once and wait for them. As with `LLM`, the callbacks of clients on the engine thread only
-    collect tokens.
-    """
+    """Submit all requests at once and wait for them. As with `LLM`, the engine thread only collects tokens."""
     clients = [_Client() for _ in prompts]
 
     def ask() -> None:
         for prompt, client in zip(prompts, clients, strict=True):
-            engine.submit(prompt, params, client.take)
+            engine.submit(prompt, params, client.take, columns=TokenColumns([], client.tokens))
 
     engine.call(ask)
     for client in clients:

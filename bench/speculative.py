@@ -286,7 +286,7 @@ def _accept_lengths(llm: LLM) -> dict[int, dict[int, int]]:
         sampling = (row for row in step.batch.rows if row.samples)
         for row, result in zip(sampling, delivered.rows, strict=True):
             request = llm.engine.parts.scheduler.get(row.request_id)
-            if row.drafts == _DRAFTS and request is not None:
+            if row.drafts == _DRAFTS and request is not None and not isinstance(result, int):
                 seen[row.request_id][len(request.tokens) - len(result.token_ids)] = len(result.token_ids)
         count(step, delivered)
 

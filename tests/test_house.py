@@ -60,12 +60,12 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 # Lines of today, rounded up. A part that must grow first says what it makes unnecessary; a part that shrank gets a
 # lower bound.
 LINES = {
-    "sidestream_kv": 18_510,
+    "sidestream_kv": 18_520,
     "sidestream_order": 6_050,
-    "sidestream": 52_730,
-    "proof": 21_080,
-    "bench": 11_170,
-    "tests": 72_370,
+    "sidestream": 52_920,
+    "proof": 21_090,
+    "bench": 11_160,
+    "tests": 72_400,
 }
 
 

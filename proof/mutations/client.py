@@ -8,10 +8,10 @@ from proof.mutations.operators import (
     Become,
     CallInstead,
     DropArgument,
+    DropOperand,
     Never,
     Rewrite,
     SetArgument,
-    SetOperand,
     Value,
 )
 from proof.mutations.tables import Change, Exempt, Fault, Feature
@@ -58,15 +58,11 @@ MUTATIONS = (
         needs=_BORDER,
     ),
     Fault("H32", "a message about one stream is applied to another").without(
-        "outputs-belong-to-their-stream", Rewrite("len(self._tokens)", "len(self._details)"), needs=_BORDER
+        "outputs-belong-to-their-stream", Rewrite("len(columns.tokens)", "len(self._details)"), needs=_BORDER
     ),
     Fault(
         "H32", "the first output of a stream lacks the prompt's counts, because another stream's counts were sent"
-    ).without(
-        "first-output-of-a-stream-has-the-prompts-counts",
-        SetOperand("_known_streams", "self._known_streams"),
-        needs=_BORDER,
-    ),
+    ).without("first-output-of-a-stream-has-the-prompts-counts", DropOperand("is_new"), needs=_BORDER),
     Fault("H34", "outputs for a dead front end go to a new front end that uses the same stream numbers").without(
         "outputs-go-to-the-connection-of-their-request",
         SetArgument("enqueue", 1, "lambda delta: self.on_output(message.stream, delta)"),
@@ -88,9 +84,6 @@ MUTATIONS = (
     ),
     Fault("H22", "the engine's side keeps every stream until the connection ends").without(
         "engine-side-drops-finished-streams", needs=_BORDER
-    ),
-    Fault("H22", "the engine's side keeps a record of every stream that it was sent").without(
-        "engine-side-drops-records-of-finished-streams", needs=_BORDER
     ),
     Fault("H22", "a front end keeps every stream until the connection ends").without(
         "front-end-drops-finished-streams", needs=_BORDER
@@ -173,7 +166,7 @@ _CALLS = "schedules request no metrics and no flush through front ends; tests/cl
 
 EXEMPT = (
     Exempt("OutputQueue._wake", ("done",), "a cancelled reader is not woken"),
-    Exempt("Connection.on_output", ("add",), "without it, messages are longer, but have the same content"),
+    Exempt("Connection.send_outputs", ("clear",), "without it, every message has all outputs before, too"),
     Exempt("Connection.close", ("clear",), _AFTER_THE_END),
     Exempt("_request", ("keys_version",), "see request-keeps-the-version-of-its-keys"),
     Exempt("_status", ("paused",), "the health says it; see tests/client/test_clients.py"),

@@ -138,12 +138,6 @@ EQUIVALENT_MUTANTS: tuple[EquivalentMutant, ...] = (
         "the pending blocks of a request follow its findable ones without a gap",
     ),
     EquivalentMutant(
-        "auto:schedule.scheduler:Committer.commit:operand:2",
-        "if request is None or request.epoch != epoch or request.state is not running: → if request is None or "
-        "request.epoch != epoch:",
-        "see `result-of-a-request-that-does-not-run-is-dropped`: the request has another epoch, or is not found",
-    ),
-    EquivalentMutant(
         "auto:schedule.planning:DecodePlanner._make_room:operand:0",
         "if drafts and (not self._reserve(request, request.launched_len + 1 + drafts, step, preempting=False)): → if "
         "not self._reserve(request, request.launched_len + 1 + drafts, step, preempting=False):",

@@ -90,6 +90,9 @@ MUTATIONS = (
     Fault("H11", "a token's KV is written where the request has no block").without(
         "decode-reserves-its-block", SetOperand("_reserve", "True")
     ),
+    Fault("H11", "a token's KV is written behind the request's last block").without(
+        "decode-gets-its-block", Become("busy = []")
+    ),
     Fault("H11", "drafts' KV is written where the request has no block").without(
         "drafts-reserve-their-blocks", Never(), needs={"speculative"}
     ),
@@ -101,7 +104,7 @@ MUTATIONS = (
         SetArgument(
             "RowColumns",
             3,
-            "tuple(map(lambda r, d: r.launched_len - 1 - d, requests, [0] * len(self.plain) + self.drafts))",
+            "tuple((rows.stops - 1 - np.array([0] * (count - len(self.drafts)) + self.drafts)).tolist())",
         ),
         at="decode-row",
         needs={"speculative"},
@@ -141,7 +144,7 @@ MUTATIONS = (
             "RowColumns",
             9,
             "tuple([__import__('sidestream.types').types.RowStart(request.sampling, request.prompt, "
-            "tuple(request.tokens[len(request.prompt) :])) for request in requests])",
+            "tuple(request.tokens[len(request.prompt) :])) for request in rows.requests])",
         ),
         at="decode-row",
     ),
@@ -174,6 +177,9 @@ MUTATIONS = (
         Delete(),
         Change("prefill-is-possible", DropOperand("state")),
         needs={"preempt"},
+    ),
+    Fault("H26", "a request that was preempted for a decode row has a row in the same step").without(
+        "request-preempted-for-another-row-is-not-planned", DropOperand("RUNNING"), needs={"preempt"}
     ),
     Fault("H26", "a younger request takes the blocks of an older one, which has a row in this step already").without(
         "older-requests-are-not-preempted",
@@ -261,6 +267,12 @@ EQUIVALENT = (
         "steps run in launch order; blocks with other uses are released only after the host has seen those uses end",
         "schedule/test_allocation.py::test_a_decode_row_that_grows_waits_for_the_last_use_of_its_new_block",
     ),
+    Fault("H2", "a decode step does not wait for the last uses of the new blocks of its requests")
+    .without("grown-blocks-wait-for-their-last-use", Unwrap("extend"), needs={"offload"})
+    .unseen(
+        "steps run in launch order; blocks with other uses are released only after the host has seen those uses end",
+        "schedule/test_allocation.py::test_decode_rows_that_grow_wait_for_the_last_uses_of_their_new_blocks",
+    ),
     Fault("H5", "the message of an abandoned load marks the request's next load as ready too early")
     .without("load-is-ready-for-its-own-epoch", DropOperand("epoch"), needs={"offload", "preempt"})
     .unreached(
@@ -289,9 +301,6 @@ EQUIVALENT = (
     .unseen(
         "the engine finishes a request only while it has a session, and a request that does not run holds no resources"
     ),
-    Fault("H10", "a waiting request accepts a token of an earlier step")
-    .without("result-of-a-request-that-does-not-run-is-dropped", DropOperand("state"), at="late-results")
-    .unseen("a request that stopped running was preempted, so its epoch differs, or it finished, so it is not found"),
     Fault("H10", "the end of a request's earlier promotion counts as the end of its current one")
     .without("promotion-of-an-older-epoch-is-dropped", DropOperand("epoch"), at="late-promotions")
     .unseen(
@@ -395,7 +404,9 @@ EXEMPT = (
     Exempt("Allocator.start", ("take", "extend"), _BLOCKS),
     Exempt("Allocator.start", ("take",), "a slot has no fence of its own: see slot-release-waits-for-the-last-step"),
     Exempt("Allocator.grow", ("take", "extend"), _BLOCKS),
+    Exempt("Allocator.grow_by_one", ("take", "extend"), _BLOCKS),
     Exempt("Allocator.release", ("last_fence",), "see release-waits-for-the-last-step"),
+    Exempt("DecodeColumns.of", ("epoch",), "see late-result-is-dropped"),
     Exempt("Committer.commit", ("stepped",), "see request-steps-before-it-is-preempted"),
     Exempt("Committer.publish", ("publish",), "only-committed-blocks-are-published decides which blocks it gets"),
     Exempt("Committer.publish", ("extend", "extend"), _LIST),

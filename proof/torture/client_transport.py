@@ -224,12 +224,12 @@ class Border:
             if self._rng.random() < share:
                 actor()
 
-    def _enqueue(self, request: CheckedRequest, sink: Callable[[Delta], None], *, name: str = "") -> Handle:
+    def _enqueue(self, request: CheckedRequest, sink: Callable[[Delta], None], **more: Any) -> Handle:
         """Replaces `Engine.enqueue`: sometimes runs many steps before the server learns the request's id, as the engine
         thread could. An error of a step is kept in `step_error`: the server would take it for a rejection, or for the
         end of a front end.
         """
-        handle = Engine.enqueue(self._engine, request, sink, name=name)
+        handle = Engine.enqueue(self._engine, request, sink, **more)
         if self._runs_ahead and self.step_error is None and self._rng.random() < 0.1:
             try:
                 for _ in range(self._rng.randint(1, 20)):
@@ -252,7 +252,7 @@ class Border:
                 for seat in self._seats
                 for reader in seat.readers.values()
             )
-            and not any(front_end.has_rest or front_end._streams for front_end in self._server._front_ends)
+            and not any(front_end.has_rest or front_end._columns.streams for front_end in self._server._front_ends)
             and len(self._server._front_ends) == sum(not seat.wire.closed for seat in self._seats)
         )
 
@@ -262,6 +262,7 @@ class Border:
         for place, seat in enumerate(self._seats):
             kept[f"streams of front end {place}"] = seat.client._streams
         for place, front_end in enumerate(self._server._front_ends):
-            for name in ("ids", "known_streams", "streams", "tokens", "details", "unsent"):
+            kept[f"tokens of connection {place}"] = front_end._columns.tokens
+            for name in ("ids", "details", "unsent"):
                 kept[f"{name} of connection {place}"] = getattr(front_end, f"_{name}")
         return {name: len(things) for name, things in kept.items() if things}

@@ -17,7 +17,7 @@ from sidestream.attention.states import StatePool
 from sidestream.engine import Engine
 from sidestream.errors import InvariantError
 from sidestream.schedule.scheduler import Scheduler
-from sidestream.types import BatchPlan, RowResult
+from sidestream.types import BatchPlan, Result
 from sidestream_kv.kv.pool import FencedPool
 from sidestream_kv.offload.tiers.shared_pool import SharedPool
 from sidestream_kv.types import Key
@@ -67,7 +67,7 @@ def unbalanced(engine: Engine, disk: ScriptedTier | None) -> Iterator[str]:
 
 
 def wrong_accept_lengths(
-    head: ToyDraftHead, scheduler: Scheduler, batch: BatchPlan, results: Sequence[RowResult]
+    head: ToyDraftHead, scheduler: Scheduler, batch: BatchPlan, results: Sequence[Result]
 ) -> Iterator[str]:
     """Rows whose accept length differs from the one that `head` computes from the request's tokens. Call it before the
     step's commit.
@@ -75,7 +75,13 @@ def wrong_accept_lengths(
     sampling = (row for row in batch.rows if row.samples)
     for row, result in zip(sampling, results, strict=True):
         request = scheduler.get(row.request_id)
-        if not row.drafts or not result.finite or request is None or request.epoch != row.epoch:
+        if (
+            not row.drafts
+            or isinstance(result, int)
+            or not result.finite
+            or request is None
+            or request.epoch != row.epoch
+        ):
             continue
         drafts = head.drafts(request.tokens, head.hidden(request.tokens))[: row.drafts]
         right = sum(

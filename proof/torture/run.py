@@ -25,7 +25,7 @@ from proof.torture.workload import LOAD_DEADLINE_S, Event, Workload
 from sidestream.errors import DeviceLost, EngineStopped
 from sidestream.runner.executor import LaunchedStep
 from sidestream.schedule.scheduler import Committed
-from sidestream.types import BatchPlan, RowResult
+from sidestream.types import BatchPlan, Result
 from sidestream_kv.offload import tier_io
 from sidestream_kv.offload.tiers import index, store_tier
 from sidestream_kv.types import Fence, LayerGates, RequestId
@@ -159,7 +159,7 @@ class _Schedule:
         commit = scheduler.commit
 
         def judged(
-            batch: BatchPlan, results: Sequence[RowResult], fence: Fence, forced: Container[RequestId] = ()
+            batch: BatchPlan, results: Sequence[Result], fence: Fence, forced: Container[RequestId] = ()
         ) -> Committed:
             for text in wrong_accept_lengths(life.head, scheduler, batch, results):
                 self._verdict.find("accept lengths", text)

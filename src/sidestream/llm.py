@@ -24,7 +24,7 @@ from sidestream.client.front_end import (
     with_token_ids,
 )
 from sidestream.config import EngineConfig, SamplingParams
-from sidestream.engine import Engine, Handle
+from sidestream.engine import Engine, Handle, TokenColumns
 from sidestream.engine.adapters import LoadedAdapters
 from sidestream.engine.kv_events import OnBatch
 from sidestream.engine.loading import LoadedEngine, OnStage, chosen_config, shown_start
@@ -451,8 +451,9 @@ class _Batch:
 class _CollectedRequest:
     """One submitted prompt of `LLM.generate`, whose result is returned at its end.
 
-    Without stop strings, the engine thread collects the tokens, and queues one message for the caller's thread at the
-    end. One message per token would slow the engine thread, because of the garbage collector and the reading thread.
+    Without stop strings, the engine thread appends the tokens to a list, and queues one message for the caller's thread
+    at the end. One message per token would slow the engine thread, because of the garbage collector and the reading
+    thread.
     With stop strings, the caller's thread reads each delta, because only the text shows where the sample ends.
     """
 
@@ -479,7 +480,8 @@ class _CollectedRequest:
         self._failed: Delta | None = None
         self._started_s = time.monotonic()
         self._ttft_s: float | None = None
-        self.handle: Handle = engine.submit(prompt, params, self._on_delta, cache_salt=cache_salt)
+        columns = TokenColumns([], self._samples[0].token_ids) if params.n == 1 and not params.stop else None
+        self.handle: Handle = engine.submit(prompt, params, self._on_delta, cache_salt=cache_salt, columns=columns)
 
     def _on_delta(self, delta: Delta) -> None:
         """Called by the engine, on its thread, for each delta."""

@@ -110,7 +110,8 @@ class Remote:
         for number, client in enumerate(self.clients):
             kept |= {f"streams of client {number}": client._streams, f"calls of client {number}": client._calls}
         for number, front_end in enumerate(self.front_ends):
-            for name in ("_ids", "_known_streams", "_streams", "_tokens", "_details", "_unsent"):
+            kept[f"tokens of front end {number}"] = front_end._columns.tokens
+            for name in ("_ids", "_details", "_unsent"):
                 kept[f"{name} of front end {number}"] = getattr(front_end, name)
         return {name: len(things) for name, things in kept.items()}
 

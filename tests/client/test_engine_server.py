@@ -5,6 +5,7 @@ own end.
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import socket
 from collections.abc import Callable
@@ -84,7 +85,7 @@ def made_frames(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     send = Connection.send
 
     def watched(front_end: Connection, message: Any) -> None:
-        sent.append(message)
+        sent.append(copy.deepcopy(message))  # the lists of an `Outputs` are cleared when it was sent
         send(front_end, message)
 
     monkeypatch.setattr(Connection, "send", watched)

@@ -92,6 +92,16 @@ def test_a_decode_row_that_grows_waits_for_the_last_use_of_its_new_block() -> No
     world.run()
 
 
+def test_decode_rows_that_grow_wait_for_the_last_uses_of_their_new_blocks() -> None:
+    world = World()
+    requests = [world.submit(prompt(3, beginning=first), outputs=4) for first in (1, 11)]
+    steps_until(world, lambda: [request.launched_len for request in requests] == [4, 4])
+    fence = world.device.load.submit(lambda: None)
+    world.blocks.take(world.blocks.num_available).release(after=(fence,))
+    assert world.step().after == (fence,)
+    world.run()
+
+
 def test_a_load_waits_for_the_last_use_of_the_blocks_that_it_writes() -> None:
     """H3: the old owner's step is still writing them."""
     world = World(num_blocks=5)

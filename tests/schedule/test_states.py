@@ -583,7 +583,7 @@ def test_a_step_waits_for_the_last_uses_of_its_new_checkpoint_state() -> None:
     turns.states.take(turns.states.num_available).release(after=(fence,))
     request.launched_len, request.drafts_in_flight = 8, 2  # behind a step with two drafts
     step = StepBuilder(prefill_budget=0, lead_s=0.0, step_s=0.0)
-    turns.scheduler._decode.plan([request], step)
+    turns.scheduler._decode.plan([request], [request], step)
     (row,) = step.build().batch.rows
     assert row.states is not None and row.states.checkpoint >= 0
     assert step.after == [fence]

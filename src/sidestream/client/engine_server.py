@@ -40,7 +40,7 @@ from sidestream.client.messages import (
     Welcome,
     decoder_of_requests,
 )
-from sidestream.engine import Engine, Handle
+from sidestream.engine import Engine, Handle, TokenColumns
 from sidestream.errors import EngineStopped, SidestreamError
 from sidestream.processes.frames import FrameDecoder, FrameEncoder
 from sidestream.schedule.limits import CheckedRequest
@@ -78,36 +78,31 @@ class Connection:
         self._lock = threading.Lock()  # orders frames; guards _unsent, lost and _ids
         self._unsent = bytearray()
         self._ids: dict[int, RequestId | None] = {}  # by unfinished stream; None: being submitted
-        self._known_streams: set[int] = set()  # streams whose prompt_tokens and cached were sent
-        self._streams: list[int] = []
-        self._tokens: list[int] = []
+        self._columns = TokenColumns([], [])
         self._details: dict[int, Delta] = {}
 
     # ------------------------------------------------------------------ engine thread
 
     def on_output(self, first: int, delta: Delta) -> None:
-        """Called by the engine with each delta (new tokens of a sample). `first` is the first stream of the request."""
-        stream, tokens = first + delta.index, delta.token_ids
-        # rule: first-output-of-a-stream-has-the-prompts-counts
-        if len(tokens) == 1 and delta.finish_reason is None and not delta.logprobs and stream in self._known_streams:
-            self._tokens.append(tokens[0])
-        else:
-            self._details[len(self._tokens)] = delta  # rule: outputs-belong-to-their-stream
-            self._tokens.append(-1)
-            self._known_streams.add(stream)
-            if delta.finish_reason is not None:
-                self._known_streams.discard(stream)  # rule: engine-side-drops-records-of-finished-streams
-                with self._lock:
-                    self._ids.pop(stream, None)  # rule: engine-side-drops-finished-streams
-        self._streams.append(stream)
+        """Called by the engine with the deltas of a sample that are no single tokens. `first` is the first stream of
+        the request.
+        """
+        columns, stream = self._columns, first + delta.index
+        self._details[len(columns.tokens)] = delta  # rule: outputs-belong-to-their-stream
+        columns.tokens.append(-1)
+        columns.streams.append(stream)
+        if delta.finish_reason is not None:
+            with self._lock:
+                self._ids.pop(stream, None)  # rule: engine-side-drops-finished-streams
 
     def send_outputs(self) -> None:
         """Send the outputs since the last call, as one message."""
-        if not self._streams:
+        streams, tokens, _ = self._columns
+        if not streams:
             return
-        outputs = Outputs(self._streams, self._tokens, self._details)
-        self._streams, self._tokens, self._details = [], [], {}
-        self.send(outputs)
+        self.send(Outputs(streams, tokens, self._details))
+        for column in (streams, tokens, self._details):
+            column.clear()
 
     # ------------------------------------------------------------------ any thread
 
@@ -167,7 +162,10 @@ class Connection:
         try:
             # rule: request-is-submitted-to-the-engine
             handle = self._engine.enqueue(
-                _request(message), functools.partial(self.on_output, message.stream), name=message.name
+                _request(message),
+                functools.partial(self.on_output, message.stream),
+                name=message.name,
+                columns=self._columns._replace(first=message.stream),
             )
         except SidestreamError as error:
             with self._lock:

@@ -2,6 +2,6 @@
 
 from sidestream.engine.build import build_engine
 from sidestream.engine.engine import Engine
-from sidestream.engine.output_stream import Handle, Sink
+from sidestream.engine.output_stream import Handle, Sink, TokenColumns
 
-__all__ = ["Engine", "Handle", "Sink", "build_engine"]
+__all__ = ["Engine", "Handle", "Sink", "TokenColumns", "build_engine"]

@@ -25,7 +25,7 @@ from sidestream.engine.inbox import ServingState
 from sidestream.engine.kv_events import OnBatch
 from sidestream.engine.loop import StepLoop
 from sidestream.engine.operations import Operations
-from sidestream.engine.output_stream import Handle, OutputStream, OutputStreams, Sink
+from sidestream.engine.output_stream import Handle, OutputStream, OutputStreams, Sink, TokenColumns
 from sidestream.engine.parts import Parts
 from sidestream.engine.prefixes import Prefixes
 from sidestream.engine.stats import CacheHistory
@@ -91,6 +91,7 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
         name: str = "",
+        columns: TokenColumns | None = None,
     ) -> Handle:
         """Queue one request of `params.n` samples. The engine thread calls `sink` with each delta (the new tokens of a
         sample).
@@ -100,17 +101,22 @@ class Engine:
 
         cache_salt  requests share KV, in all tiers, only if they have the same salt; it may be empty
         name        for `Operations.cancel`
+        columns     see `enqueue`
 
         Raises RequestRejected, ContextTooLong, QueueFull or EngineStopped before it takes any resource.
         """
         checked = self.checker.check(
             prompt, params, seed=secrets.randbits(63), priority=priority, cache_salt=cache_salt
         )
-        return self.enqueue(checked, sink, name=name)
+        return self.enqueue(checked, sink, name=name, columns=columns)
 
-    def enqueue(self, request: CheckedRequest, sink: Sink, *, name: str = "") -> Handle:
+    def enqueue(
+        self, request: CheckedRequest, sink: Sink, *, name: str = "", columns: TokenColumns | None = None
+    ) -> Handle:
         """Queue a request that this engine or a front end has checked. Compiles its grammar, if it has one, on this
         thread. Raises QueueFull or EngineStopped, and RequestRejected for a grammar.
+
+        columns  where single tokens go; None: to `sink`
         """
         parts, num_samples, arrival_s = self.parts, request.params.n, self.parts.device.now()
         grammar = grammar_of(request.params, parts.grammars) if request.params.masked else None
@@ -125,6 +131,7 @@ class Engine:
                         index=index,
                         sink=sink,
                         arrival_s=arrival_s,
+                        columns=columns,
                     )
                     for index in range(num_samples)
                 ]

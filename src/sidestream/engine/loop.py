@@ -210,7 +210,7 @@ class StepLoop:
         complete: Sequence[Complete] = ()
         if step.masked:
             outputs, complete = self._structured.follow(outputs)
-        endings = self._streams.send(outputs)
+        endings = self._streams.send(outputs, committed.going, committed.tokens)
         if parts.transfers is not None and committed.invalidated:
             parts.transfers.forget(committed.invalidated)  # rule: invalidated-keys-are-sent-to-the-tiers
         store = parts.scheduler.publish(committed)  # rule: completed-blocks-are-published-before-their-requests-end

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sidestream.engine.inbox import ServingState
 from sidestream.engine.parts import Parts
@@ -22,6 +23,20 @@ Sink = Callable[[Delta], None]
 """Function that the engine thread calls with each delta of a request. It must not block. If it raises, its sample is
 aborted and it gets no more deltas.
 """
+
+
+class TokenColumns(NamedTuple):
+    """Where a client with many samples gets their single tokens, instead of a delta for each: `tokens[i]` is of stream
+    `streams[i]`. Its sinks get only the first delta of each sample, the last one, and deltas with log-probabilities or
+    with several tokens. The engine thread appends to both lists, and the client clears them after each step.
+
+    first   stream of a request's first sample; those of its other samples follow
+    """
+
+    streams: list[int]
+    tokens: list[int]
+    first: int = 0
+
 
 _NOT_CACHED = CachedTokens()
 
@@ -46,7 +61,10 @@ class OutputStream:
     last_s   time when the last tokens were sent; before the first token, the time of arrival
     """
 
-    def __init__(self, request: Request, *, index: int, sink: Sink, arrival_s: float) -> None:
+    def __init__(
+        self, request: Request, *, index: int, sink: Sink, arrival_s: float, columns: TokenColumns | None = None
+    ) -> None:
+        """`columns`: where single tokens go; None: to `sink`."""
         self.request = request
         self.arrival_s = arrival_s
         self.began_s: float | None = None
@@ -57,6 +75,7 @@ class OutputStream:
         self._prompt_tokens = len(request.prompt)
         self._prompt_logprobs: tuple[TokenLogprob, ...] = ()  # until the first delta
         self._sink = sink
+        self._columns = columns
 
     def delta_of(self, result: RowResult, count: int, finish_reason: str | None) -> Delta:
         """The delta with the first `count` tokens of a step's result."""
@@ -79,6 +98,15 @@ class OutputStream:
         if not start:  # rule: preempted-request-drops-log-probabilities-of-its-prompt
             self._prompt_logprobs = ()
         self._prompt_logprobs = (*self._prompt_logprobs, *logprobs)
+
+    def send_token(self, token_id: int) -> bool:
+        """Give the client a single token, which is not its first one and not its last. False if its sink raised."""
+        if self._columns is None:
+            cached = self.request.cached or _NOT_CACHED
+            return self.send(Delta(self._index, "", (token_id,), (), None, self._prompt_tokens, cached))
+        self._columns.streams.append(self._columns.first + self._index)
+        self._columns.tokens.append(token_id)
+        return True
 
     def send(self, delta: Delta) -> bool:
         """Give the delta to the client. False if its sink raised."""
@@ -171,27 +199,39 @@ class OutputStreams:
         if (stream := self._by_id.get(request_id)) is not None:
             stream.add_prompt_logprobs(start, logprobs)
 
-    def send(self, outputs: Sequence[RowOutput]) -> list[Ending]:
-        """Send tokens to the clients of samples that continue, and measure how long each client waited for its tokens.
-        Returns the samples that end, for `finish`. Hot code: it handles every row of every step.
+    def send(
+        self, outputs: Sequence[RowOutput], going: Sequence[Request] = (), tokens: Sequence[int] = ()
+    ) -> list[Ending]:
+        """Send tokens to the clients of samples that continue, and measure how long each client waited for its tokens:
+        `tokens` are those of `going`, one for each. Returns the samples that end, for `finish`. Hot code: it handles
+        every row of every step.
         """
         streams, now_s = self._by_id, self._clock()
         endings: list[Ending] = []
         firsts: dict[float, int] = {}
         others: dict[float, int] = {}  # few different times: nearly all clients have waited since the same commit
+        continuing = [streams[request.id] for request in going]
+        lasts = [stream.last_s for stream in continuing]
+        for last_s in set(lasts):
+            others[now_s - last_s] = lasts.count(last_s)
+        for stream, token in zip(continuing, tokens, strict=True):
+            stream.last_s = now_s
+            if not stream.send_token(token):
+                endings.append(Ending(stream, None, sent=False))
         for request, result, count, finish_reason in outputs:
             stream, last, sent = streams[request.id], None, True
             if count:
-                waits = others
-                if stream.is_new:
-                    stream.is_new, waits = False, firsts
-                wait_s, stream.last_s = (now_s - stream.last_s) / count, now_s
-                waits[wait_s] = waits.get(wait_s, 0) + count
-                delta = stream.delta_of(result, count, finish_reason)
-                if finish_reason is None:
-                    sent = stream.send(delta)
+                wait_s, waits = (now_s - stream.last_s) / count, firsts if stream.is_new else others
+                waits[wait_s], stream.last_s = waits.get(wait_s, 0) + count, now_s
+                is_single = count == 1 and finish_reason is None and not result.logprobs
+                if is_single and not stream.is_new:  # rule: first-output-of-a-stream-has-the-prompts-counts
+                    sent = stream.send_token(result.token_ids[0])
                 else:
-                    last = delta
+                    stream.is_new, delta = False, stream.delta_of(result, count, finish_reason)
+                    if finish_reason is None:
+                        sent = stream.send(delta)
+                    else:
+                        last = delta
             if finish_reason is not None or not sent or not result.finite:  # rule: non-finite-logits-end-their-request
                 endings.append(Ending(stream, last, sent))
         self._metrics.inc("output_tokens_total", sum(firsts.values()) + sum(others.values()))

@@ -137,7 +137,8 @@ class StepTimes:
         """Record the end of the commit. Returns the expected time of another step with the same rows; None if it is
         unknown, or if the step had prefill, waited for loads, or ran twice.
         """
-        self._record("commit", self._done_s, tokens=step.batch.num_tokens)
+        if self._recording():
+            self._record("commit", self._done_s, tokens=step.batch.num_tokens)
         if step.gated or step.batch.self_check or step.batch.num_prefill_tokens:
             return None
         host_s = self._prepared_s + self._device.now() - self._done_s
@@ -272,7 +273,11 @@ class SpecStats:
         metrics, proposer, columns = self._metrics, self._proposer, step.batch.columns
         ids = itertools.compress(columns.request_id, columns.samples)
         rows = [
-            (GRAMMAR if step.forced.get(request_id) else proposer, drafts, len(result.token_ids))
+            (
+                GRAMMAR if step.forced.get(request_id) else proposer,
+                drafts,
+                1 if isinstance(result, int) else len(result.token_ids),
+            )
             for request_id, drafts, result in zip(ids, step.drafts, delivered.rows, strict=True)
             if drafts
         ]

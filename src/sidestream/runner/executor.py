@@ -148,6 +148,7 @@ class LaunchedStep:
             self.top_logprobs,
             self.fence,
             compared_rows=self.batch.num_rows if self.batch.self_check else 0,
+            whole=self.masked,
         )
 
 

@@ -19,7 +19,7 @@ from sidestream.errors import InvariantError
 from sidestream.runner.sampler import TOP_LOGPROBS, SamplerOutput
 from sidestream.runner.second_run import Differences
 from sidestream.runner.step_inputs import PromptPart
-from sidestream.types import RowResult, TokenLogprob
+from sidestream.types import Result, RowResult, TokenLogprob
 from sidestream_kv.device.base import Device, Memory, Stream
 from sidestream_kv.kv.pool import FencedPool, Lease
 from sidestream_kv.types import Access, Fence, Tracer
@@ -80,7 +80,7 @@ class Delivered(NamedTuple):
     compared   comparison of the step's two runs; None: it ran once
     """
 
-    rows: tuple[RowResult, ...]
+    rows: Sequence[Result]
     draft_s: float | None = None
     verify_s: float | None = None
     compared: Compared | None = None
@@ -229,6 +229,7 @@ class Mailbox:
         fence: Fence,
         *,
         compared_rows: int = 0,
+        whole: bool = False,
     ) -> Delivered:
         """Read the results of a step, and end the lease. Called on the engine thread, after the step's fence.
 
@@ -236,6 +237,7 @@ class Mailbox:
         top_logprobs   requested number of log-probabilities of each sampling row (-1: none); empty: no row requested
                        any
         compared_rows  number of rows of a step that ran twice; 0: the step ran once
+        whole          every result is a `RowResult`
         """
         if not fence.poll():  # rule: mailbox-is-read-after-its-step
             raise InvariantError(f"the mailbox was read before {fence!r}")
@@ -247,24 +249,18 @@ class Mailbox:
             self._values(entry, "tokens", places)[:, 0].tolist(),
             self._values(entry, "finite", places)[:, 0],
         )
+        results: list[Result] = tokens
         # rule: host-reads-accept-lengths
         lengths = self._values(entry, "counts", count)[:, 0].tolist() if places > count else [1] * count
-        if top_logprobs or not finite.all():
-            results = list(self._results(entry, drafts, lengths, top_logprobs or [-1] * count, tokens, finite.tolist()))
-        elif places == count:
-            results = list(map(RowResult, zip(tokens, strict=True)))
-        else:
-            drawn, results, at = tuple(tokens), [], 0
-            for row_drafts, length in zip(drafts, lengths, strict=True):
-                results.append(RowResult(drawn[at : at + length]))
-                at += 1 + row_drafts
+        if whole or places > count or top_logprobs or not finite.all():
+            results = [*self._results(entry, drafts, lengths, top_logprobs or [-1] * count, tokens, finite.tolist())]
         draft_s = verify_s = None
         if places > count:
             begun, drafted, verified = self._values(entry, "times", 3)[:, 0].tolist()
             draft_s, verify_s = 1e-9 * (drafted - begun), 1e-9 * (verified - drafted)
         compared = self._compared(entry, compared_rows, places) if compared_rows else None
         entry.lease.release(after=(fence,))  # rule: read-mailbox-entry-is-released
-        return Delivered(tuple(results), draft_s, verify_s, compared)
+        return Delivered(results, draft_s, verify_s, compared)
 
     def _compared(self, entry: MailboxEntry, rows: int, places: int) -> Compared:
         begun, ended = self._values(entry, "second_run", 2)[:, 0].tolist()

@@ -287,6 +287,22 @@ class Allocator:
             return fresh.after
         return *fresh.after, *self._windows.grow(request, max(0, self._windows.missing(request, length)))
 
+    def grow_by_one(self, requests: Sequence[Request]) -> Sequence[Fence] | None:
+        """Extend the block tables of running requests by one block each. Returns the fences of the last uses of added
+        blocks, for which the next step must wait. None, and nothing has changed: there are too few blocks, or some of
+        the requests need pages, too.
+        """
+        leases = [request.blocks for request in requests if request.blocks is not None]
+        full = [lease for lease, one in zip(leases, requests, strict=True) if len(lease.ids) == len(one.block_table)]
+        if self._windows is not None or not self.has_blocks(len(full)):
+            return None
+        fresh = self._blocks.take(len(full))
+        for lease in full:
+            lease.extend(fresh.split(1))
+        for lease, request in zip(leases, requests, strict=True):
+            request.block_table = (*request.block_table, lease.ids[len(request.block_table)])
+        return fresh.after
+
     def extend_block_table(self, request: Request, length: int) -> None:
         """Extend `request.block_table` to cover `length` tokens. It stays the same object if it already covers them."""
         assert request.blocks is not None

@@ -11,10 +11,13 @@ StepBuilder       collects their rows, transfers and fences
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import compress, takewhile
 from operator import add
+
+import numpy as np
+import numpy.typing as npt
 
 from sidestream.config import most_prompt_logits
 from sidestream.schedule.allocation import Allocator, Reuse, ReuseFinder
@@ -23,7 +26,63 @@ from sidestream.schedule.prefix_cache import PrefixCache, TierLoads, TierView
 from sidestream.schedule.request import Lookup, Request, RequestQueues, State
 from sidestream.schedule.spec_policy import SpecPolicy
 from sidestream.types import BatchPlan, RowColumns, RowPlan, RowStart, StateIds, StepPlan
-from sidestream_kv.types import DEVICE, HOST, Fence, Key, LoadPlan, RequestId, TransferPlan
+from sidestream_kv.types import DEVICE, HOST, BlockId, Fence, Key, LoadPlan, RequestId, TransferPlan
+
+
+@dataclass(slots=True, eq=False)
+class DecodeColumns:
+    """Requests with a decode row, as columns. Those without drafts go on from step to step: then a step only counts
+    `stops` on, and looks at those requests that need a block.
+
+    running    all running requests, by rank, when these were chosen
+    in_flight  drafts in flight of each request
+    prompts    length of each prompt
+    stops      `launched_len` of each request
+    limits     number of tokens that each block table covers
+    ends       `last_len` of each request
+    """
+
+    requests: Sequence[Request]
+    running: Sequence[Request]
+    ids: tuple[RequestId, ...]
+    slots: tuple[int, ...]
+    epochs: tuple[int, ...]
+    tables: list[tuple[BlockId, ...]]
+    windows: list[tuple[BlockId, ...]]
+    in_flight: npt.NDArray[np.int64]
+    prompts: npt.NDArray[np.int64]
+    stops: npt.NDArray[np.int64]
+    limits: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], running: Sequence[Request], block_tokens: int) -> DecodeColumns:
+        """The columns of these requests, as they are now."""
+        return cls(
+            requests,
+            running,
+            tuple([request.id for request in requests]),
+            tuple([request.slot_id for request in requests]),
+            tuple([request.epoch for request in requests]),
+            [request.block_table for request in requests],
+            [request.window_table for request in requests],
+            np.array([request.drafts_in_flight for request in requests], np.int64),
+            np.array([len(request.prompt) for request in requests], np.int64),
+            np.array([request.launched_len for request in requests], np.int64),
+            np.array([len(request.block_table) for request in requests], np.int64) * block_tokens,
+            np.array([request.last_len for request in requests], np.int64),
+        )
+
+    def extended(self, rows: Sequence[int], block_tokens: int) -> None:
+        """The block tables of these requests were extended."""
+        for at in rows:
+            request = self.requests[at]
+            self.tables[at], self.windows[at] = request.block_table, request.window_table
+            self.limits[at] = len(request.block_table) * block_tokens
+
+    def go_on(self, running: Sequence[Request]) -> bool:
+        """Whether these are all of the running requests, and each may have one more token."""
+        return running is self.running and len(running) == len(self.requests) and bool((self.stops < self.ends).all())
 
 
 @dataclass(slots=True)
@@ -34,9 +93,8 @@ class StepBuilder:
     lead_s, step_s  see `Scheduler.plan`
     speculates      some row has drafts, or begins at a position that depends on drafts of a step in flight
     has_prompt_logits  a chunk of a request that needs logits of its prompt; a step has one such chunk at most
-    plain           requests with a decode row without drafts
-    drafting        requests with a decode row with drafts
-    drafts          number of drafts of each request in `drafting`
+    decoding        requests with a decode row, first those without drafts
+    drafts          numbers of drafts of the last requests in `decoding`
     states          recurrent states of decode rows
     prefills        rows that compute a chunk of a prompt
     after           fences that the step waits for: last uses of the blocks that were allocated for it
@@ -51,8 +109,7 @@ class StepBuilder:
     loads_only: bool = False
     speculates: bool = False
     has_prompt_logits: bool = False
-    plain: list[Request] = field(default_factory=list)
-    drafting: list[Request] = field(default_factory=list)
+    decoding: DecodeColumns | None = None
     drafts: list[int] = field(default_factory=list)
     states: dict[RequestId, StateIds] = field(default_factory=dict)
     prefills: list[RowPlan] = field(default_factory=list)
@@ -65,7 +122,7 @@ class StepBuilder:
     @property
     def is_empty(self) -> bool:
         """Whether the step has no row."""
-        return not (self.plain or self.drafting or self.prefills)
+        return not (self.prefills or (self.decoding and self.decoding.requests))
 
     def build(self) -> StepPlan:
         """The finished plan. Its rows: decode rows without drafts, decode rows with drafts, prefill rows."""
@@ -76,24 +133,27 @@ class StepBuilder:
         return StepPlan(tuple(self.transfers), batch, tuple(self.after), self.undrafted)
 
     def _decode_columns(self) -> RowColumns:
-        """The decode rows, each from its request, whose counts include the row already."""
-        requests = [*self.plain, *self.drafting]
-        none = (None,) * len(requests)
+        """The decode rows; the counts of their requests include them already."""
+        rows = self.decoding
+        if rows is None:
+            return RowColumns._make(((),) * len(RowColumns._fields))
+        count, starts = len(rows.requests), rows.stops - 1 - rows.in_flight
+        none = (None,) * count
         # rule: decode-row
         return RowColumns(
-            tuple([request.id for request in requests]),
-            tuple([request.slot_id for request in requests]),
-            tuple([request.epoch for request in requests]),
-            tuple([request.launched_len - 1 - request.drafts_in_flight for request in requests]),
-            tuple([request.launched_len for request in requests]),
+            rows.ids,
+            rows.slots,
+            rows.epochs,
+            tuple(starts.tolist()),
+            tuple(rows.stops.tolist()),
             none,
-            tuple([request.block_table for request in requests]),
-            (True,) * len(requests),
-            tuple([request.launched_len - request.drafts_in_flight - len(request.prompt) for request in requests]),
+            tuple(rows.tables),
+            (True,) * count,
+            tuple((starts + 1 - rows.prompts).tolist()),
             none,
-            (*(0,) * len(self.plain), *self.drafts),
-            tuple([self.states.get(request.id) for request in requests]) if self.states else none,
-            tuple([request.window_table for request in requests]),
+            (*(0,) * (count - len(self.drafts)), *self.drafts),
+            tuple(map(self.states.get, rows.ids)) if self.states else none,
+            tuple(rows.windows),
         )
 
 
@@ -489,33 +549,72 @@ class DecodePlanner:
     _policy: SpecPolicy
     _allocator: Allocator
     _preemption: Preemption
+    _has_states: bool
+    _last: DecodeColumns | None = None  # of the last step, if its rows had neither drafts nor states
 
-    def plan(self, requests: Sequence[Request], step: StepBuilder) -> None:
-        """Add a row for each request that has enough blocks or gets them. In the common case, a row is one token, and
-        the request's block table already covers it.
+    def choose(self, running: Sequence[Request]) -> Sequence[Request]:
+        """Those of the running requests, by rank, that may have one more token after all tokens in flight."""
+        if self._last is not None and self._last.go_on(running):  # nearly always
+            return self._last.requests
+        # The code of `Request.can_decode`, inlined: hundreds of property calls would cost more than the comparison.
+        return [request for request in running if request.prefill_end <= request.launched_len < request.last_len]
+
+    def plan(self, requests: Sequence[Request], running: Sequence[Request], step: StepBuilder) -> None:
+        """Add a row for each of these requests, by rank, that has enough blocks or gets them. `running`: see `choose`.
+
+        Looks at one request after another only if all may have drafts or states, or if a block table ends.
         """
-        size, running = self._limits.block_tokens, State.RUNNING
-        for request, wanted in zip(requests, self._choose_drafts(requests, step), strict=True):
+        size, drafts, rows = self._limits.block_tokens, self._choose_drafts(requests, step), self._last
+        if self._policy.max_drafts or self._has_states:
+            busy: Iterable[int] = range(len(requests))
+        else:
+            if rows is None or rows.requests is not requests:
+                rows = DecodeColumns.of(requests, running, size)
+            busy = np.flatnonzero(rows.stops >= rows.limits).tolist()  # rule: decode-gets-its-block
+            if busy and (after := self._allocator.grow_by_one([requests[at] for at in busy])) is not None:
+                step.after.extend(after)  # rule: grown-blocks-wait-for-their-last-use
+                rows.extended(busy, size)
+                busy = ()
+        preempted = self._preemption.count
+        left_out: list[int] = []
+        for at in busy:
+            request = requests[at]
             # rule: preempted-request-is-not-planned
-            if request.state is not running:  # it was preempted for an earlier row of this step
+            if request.state is not State.RUNNING:  # it was preempted for an earlier row of this step
                 continue
-            drafts, stop = wanted, request.launched_len + 1 + wanted
-            if stop > len(request.block_table) * size:
-                room = self._make_room(request, wanted, step)
+            if request.launched_len + drafts[at] >= len(request.block_table) * size:
+                room = self._make_room(request, drafts[at], step)
                 if room is None:
+                    left_out.append(at)
                     continue
-                drafts, stop = room, request.launched_len + 1 + room
+                drafts[at] = room
+                if rows is not None:
+                    rows.extended([at], size)
             if request.states is not None:
                 self._plan_states(request, step)
-            request.launched_len = stop
-            if drafts or request.drafts_in_flight:
-                request.drafts_in_flight += drafts
-                step.speculates = True
-            if drafts:
-                step.drafting.append(request)
-                step.drafts.append(drafts)
-            else:
-                step.plain.append(request)
+        if left_out or self._preemption.count > preempted:
+            # rule: request-preempted-for-another-row-is-not-planned
+            kept = [at for at, one in enumerate(requests) if one.state is State.RUNNING and at not in left_out]
+            rows = None
+            requests, drafts = [requests[at] for at in kept], [drafts[at] for at in kept]
+        for request in requests:
+            request.launched_len += 1
+        if rows is not None:
+            rows.stops += 1
+        self._last = rows
+        if self._policy.max_drafts:
+            requests = self._add_drafts(requests, drafts, step)
+        step.decoding = DecodeColumns.of(requests, running, size) if rows is None else rows
+
+    def _add_drafts(self, requests: Sequence[Request], drafts: Sequence[int], step: StepBuilder) -> Sequence[Request]:
+        """Count these numbers of drafts of the requests. Returns the requests with a row, those with drafts last."""
+        for request, count in zip(requests, drafts, strict=True):
+            request.launched_len += count
+            request.drafts_in_flight += count
+        step.speculates = any(request.drafts_in_flight for request in requests)
+        step.drafts = [count for count in drafts if count]
+        plain = [request for request, count in zip(requests, drafts, strict=True) if not count]
+        return [*plain, *compress(requests, drafts)]
 
     def _plan_states(self, request: Request, step: StepBuilder) -> None:
         states, after = self._allocator.plan_decode_states(request)
@@ -523,7 +622,7 @@ class DecodePlanner:
         if states is not None:
             step.states[request.id] = states
 
-    def _choose_drafts(self, requests: Sequence[Request], step: StepBuilder) -> Sequence[int]:
+    def _choose_drafts(self, requests: Sequence[Request], step: StepBuilder) -> list[int]:
         """Number of drafts for each request."""
         if not (self._policy.max_drafts and requests):
             return [0] * len(requests)
@@ -534,7 +633,7 @@ class DecodePlanner:
             room = [request.last_len - request.launched_len - 1 for request in requests]
             chosen = self._policy.choose([request.spec_record for request in requests], room, forced)
         step.undrafted.update(chosen.undrafted)
-        return chosen.counts
+        return [*chosen.counts]
 
     def _make_room(self, request: Request, wanted: int, step: StepBuilder) -> int | None:
         """Extend the block table to cover one token and `wanted` drafts, or only the token if there are too few blocks.

@@ -35,7 +35,7 @@ from sidestream.schedule.request import Request, RequestQueues, State
 from sidestream.schedule.spec_policy import SpecPolicy
 from sidestream.schedule.states import StateCache
 from sidestream.schedule.windows import WindowCache
-from sidestream.types import BatchPlan, RowResult, StepPlan
+from sidestream.types import BatchPlan, Result, RowResult, StepPlan
 from sidestream_kv.kv.key_log import DeviceKeyLog
 from sidestream_kv.kv.keys import BlockKeys
 from sidestream_kv.kv.pool import FencedPool, Lease
@@ -56,17 +56,21 @@ continues).
 class Committed:
     """The effects of one commit.
 
-    outputs      one for each row that sampled and was not dropped, in the order of the batch
+    outputs      the others of the rows that sampled and were not dropped, in the order of the batch
+    going        requests that got one token, and go on
+    tokens       these tokens, one for each request of `going`
     completed    requests that completed blocks in this step, each with the number of all its complete blocks
     fence        the step's fence
     invalidated  keys to remove from all tiers: later logits of their requests were not finite, so their KV may be
                  broken
     """
 
-    outputs: tuple[RowOutput, ...]
-    completed: tuple[tuple[Request, int], ...]
+    outputs: Sequence[RowOutput]
+    going: Sequence[Request]
+    tokens: Sequence[int]
+    completed: Sequence[tuple[Request, int]]
     fence: Fence
-    invalidated: tuple[Key, ...]
+    invalidated: Sequence[Key]
 
 
 @dataclass(eq=False)
@@ -86,18 +90,21 @@ class Committer:
     _states: StateCache | None
 
     def commit(
-        self, batch: BatchPlan, results: Sequence[RowResult], fence: Fence, forced: Container[RequestId]
+        self, batch: BatchPlan, results: Sequence[Result], fence: Fence, forced: Container[RequestId]
     ) -> Committed:
         """Append the step's tokens to its requests. `results`: one for each row that samples, in order. `forced`: see
         `Scheduler.commit`.
         """
         outputs: list[RowOutput] = []
+        going: list[Request] = []
+        tokens: list[int] = []
         completed: list[tuple[Request, int]] = []
         drafted: list[tuple[int, int, int]] = []
         sure: list[tuple[int, int, int]] = []
         invalidated: list[Key] = []
-        requests, size, running = self._queues.unfinished, self._limits.block_tokens, State.RUNNING
-        columns, results_left = batch.columns, iter(results)
+        requests, size, columns = self._queues.unfinished, self._limits.block_tokens, batch.columns
+        exact = not batch.speculates and self._states is None
+        results_left = iter(results)
         rows = zip(
             map(requests.get, columns.request_id),
             columns.epoch,
@@ -108,27 +115,38 @@ class Committer:
             results if all(columns.samples) else [next(results_left) if each else None for each in columns.samples],
             strict=True,
         )
-        for request, epoch, stop, tokens, drafts, states, result in rows:
-            if request is None or request.epoch != epoch or request.state is not running:  # rule: late-results
+        for request, epoch, stop, chunk, drafts, states, result in rows:
+            # rule: late-results
+            if request is None or request.epoch != epoch:  # it ended, or was preempted
                 continue
             request.stepped = True
             before, committed_len = request.committed_len, stop
-            if result is not None:
-                count, stop_reason = request.append_outputs(result.token_ids)
-                outputs.append((request, result, count, stop_reason))
-                if tokens is None:
+            goes_on = exact and chunk is None and type(result) is int and stop < request.last_len
+            if goes_on and result not in request.stop_ids:  # nearly always
+                request.tokens.append(result)
+                going.append(request)
+                tokens.append(result)
+                if stop % size:
+                    request.committed_len = stop
+                    continue
+            elif result is not None:
+                row = RowResult((result,)) if isinstance(result, int) else result
+                count, stop_reason = request.append_outputs(row.token_ids)
+                outputs.append((request, row, count, stop_reason))
+                if chunk is None:
                     committed_len = before + count  # rule: only-accepted-tokens-are-committed
                     if drafts:
-                        request.settle_drafts(drafts, len(result.token_ids))
-                        if result.token_ids:  # else the logits were not finite, and no draft was verified
+                        request.settle_drafts(drafts, len(row.token_ids))
+                        if row.token_ids:  # else the logits were not finite, and no draft was verified
                             outcomes = sure if request.id in forced else drafted
-                            outcomes.append((request.spec_record, drafts, len(result.token_ids) - 1))
+                            outcomes.append((request.spec_record, drafts, len(row.token_ids) - 1))
             request.committed_len = committed_len
-            if result is not None and not result.finite:  # rule: blocks-of-non-finite-logits-are-not-published
+            # rule: blocks-of-non-finite-logits-are-not-published
+            if isinstance(result, RowResult) and not result.finite:
                 invalidated += self._prefix_cache.invalidate(request)
                 continue
             if states is not None and request.states is not None and self._states is not None:
-                covers = before + 1 if tokens is None else stop
+                covers = before + 1 if chunk is None else stop
                 self._states.commit(request.states, states, covers, committed_len, fence)
             complete = committed_len // size  # rule: only-committed-blocks-are-published
             if complete > request.published_blocks:
@@ -137,7 +155,7 @@ class Committer:
             self._policy.record_accepted(*zip(*drafted, strict=True))
         if sure:
             self._policy.record_forced(*zip(*sure, strict=True))
-        return Committed(tuple(outputs), tuple(completed), fence, tuple(invalidated))
+        return Committed(outputs, going, tokens, completed, fence, invalidated)
 
     def publish(self, committed: Committed) -> StorePlan | None:
         """Make completed blocks findable, and plan to store the blocks that were not loaded from a tier.
@@ -220,7 +238,7 @@ class Scheduler:
         self._prefill = PrefillPlanner(limits, view, allocator)
         self._admission = Admission(limits, queues, cache, allocator, loads, reuse, self._prefill)
         self._preemption = Preemption(limits.aging_steps, queues, cache, allocator, loads, self._admission, reuse)
-        self._decode = DecodePlanner(limits, self._policy, allocator, self._preemption)
+        self._decode = DecodePlanner(limits, self._policy, allocator, self._preemption, bool(states))
         self._committer = Committer(limits, queues, cache, self._policy, self._states)
         self._owed: list[Fence] = []
         self._committed: tuple[Fence, ...] = ()  # fences of the last committed step
@@ -383,19 +401,18 @@ class Scheduler:
         """
         self._preemption.make_room_for_priority()
         ranked = self._queues.running_by_rank()
-        # The code of `Request.can_decode`, inlined: hundreds of property calls would cost more than the comparison.
-        decoding = [request for request in ranked if request.prefill_end <= request.launched_len < request.last_len]
+        decoding = self._decode.choose(ranked)
         num_decoding = len(decoding)
         # rule: blocks-taken-before-wait-for-their-last-use
         step = StepBuilder(self.limits.prefill_budget(num_decoding, prefill_rate), lead_s, step_s, after=self._owed)
-        self._decode.plan(decoding, step)
+        self._decode.plan(decoding, ranked, step)
         if num_decoding < len(ranked):
             for request in ranked:
                 self._prefill.plan(request, step)
         self._admission.admit(step)
         self._prefill.plan_arriving(step)
         self._prefill.plan_short(step, self._preemption.make_room)
-        if step.drafting and step.prefills:
+        if step.drafts and step.prefills:
             self._policy.charge([self._queues.running[row.request_id].spec_record for row in step.prefills])
         plan = step.build()
         self._queues.age(plan.batch)
@@ -417,14 +434,14 @@ class Scheduler:
 
     def launched(self, batch: BatchPlan, fence: Fence) -> None:
         """Call it when a step was launched. Once the fence is done, the step uses no block and no slot any more."""
-        requests, columns = self._queues.unfinished, batch.columns
-        for request_id, epoch in zip(columns.request_id, columns.epoch, strict=True):
-            request = requests.get(request_id)
+        columns = batch.columns
+        requests = map(self._queues.unfinished.get, columns.request_id)
+        for request, epoch in zip(requests, columns.epoch, strict=True):
             if request is not None and request.epoch == epoch:  # rule: step-of-an-older-epoch-leaves-no-fence
                 request.last_fence = fence  # rule: step-leaves-its-fence
 
     def commit(
-        self, batch: BatchPlan, results: Sequence[RowResult], fence: Fence, forced: Container[RequestId] = ()
+        self, batch: BatchPlan, results: Sequence[Result], fence: Fence, forced: Container[RequestId] = ()
     ) -> Committed:
         """Apply the results of a step that has ended (with several ranks: on rank 0). The caller must then call
         `publish`. `results`: one for each row that samples. `forced`: requests whose drafts were planned as forced

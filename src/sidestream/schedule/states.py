@@ -228,7 +228,8 @@ class StateCache:
         `findable`: whether a block can be found on the device. A block of another request, of which this request has a
         copy, may have been evicted; then a checkpoint at its end is not published.
         """
-        size, stored = self._limits.block_tokens, list[tuple[Key, BlockId]]()
+        size = self._limits.block_tokens
+        stored: list[tuple[Key, BlockId]] = []
         # rule: checkpoint-is-published-after-its-step
         while states.unpublished and states.unpublished[0][0] <= complete * size:
             stop, made = states.unpublished.pop(0)
