@@ -56,7 +56,9 @@ MUTATIONS = (
         "shared-block-is-not-evictable"
     ),
     Fault("H21", "a reader's release ends another owner's lease").without("share-counts-its-reference"),
-    Fault("H7", "a key still refers to a block that is being overwritten").without("evicted-block-loses-its-key"),
+    Fault("H7", "a key still refers to a block that is being overwritten").without(
+        "evicted-block-loses-its-key", Value("[]")
+    ),
     Fault("H22", "blocks that a reset made unfindable count as cached forever").without(
         "unfindable-block-is-free", Delete(2), needs={"reset"}
     ),
@@ -97,7 +99,10 @@ MUTATIONS = (
         "H14", "a key depends on the salt and the block's own tokens, so a request gets KV of another prefix"
     ).without(
         "key-contains-every-block-before",
-        Become("keys.append(blake2b(parent + data[start : start + width], digest_size=KEY_BYTES).digest())\ncontinue"),
+        Become(
+            "keys.append(hashlib.blake2b(parent + data[start : start + width], digest_size=KEY_BYTES).digest())\n"
+            "continue"
+        ),
         at="key-contains-its-prefix",
         needs={"twins"},
     ),

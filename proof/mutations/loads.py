@@ -47,9 +47,12 @@ MUTATIONS = (
         Rewrite("self.submitted.fences", "self.submitted.groups[-1].fences"),
         needs={"failing_load", "layer_groups", "offload"},
     ),
+    Fault("H15", "a load copies the rest if a part was evicted since it was planned").without(
+        "missing-source-fails-the-load", SetOperand(0, "not slots.ids"), needs={"offload"}
+    ),
     # ------------------------------------------------------------------ gates
     Fault("H5", "a step of several rows does not wait for its loads").without(
-        "step-waits-for-its-own-loads", Append("if len(batch.rows) > 1:\n    return LayerGates()"), needs={"offload"}
+        "step-waits-for-its-own-loads", Append("if len(members) > 1:\n    return LayerGates()"), needs={"offload"}
     ),
     Fault("H5", "later layers are read as soon as the first ones are loaded").without(
         "each-layer-waits-for-its-own-copy",
@@ -167,9 +170,6 @@ EQUIVALENT = (
         "the first report preempts the request, and later ones belong to an earlier epoch",
         "offload/test_loads.py::test_failed_load_is_reported_once_by_worker_or_engine",
     ),
-    Fault("H15", "a load copies the rest if a part was evicted since it was planned")
-    .without("missing-source-fails-the-load", SetOperand(0, "not source_ids"), needs={"offload"})
-    .unreached(_GONE, "offload/test_store_and_load.py::test_a_load_of_evicted_blocks_fails"),
     Fault("H15", "a request continues from a state of another number of tokens")
     .without("state-covers-the-planned-tokens", Never(), needs={"offload", "states"})
     .unseen(

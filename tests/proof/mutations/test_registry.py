@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import builtins
+import dis
 import re
 from pathlib import Path
 from types import CodeType
@@ -46,6 +48,13 @@ def test_each_mutation_changes_its_functions_in_place_and_puts_them_back() -> No
             assert (code.co_filename, code.co_name) == (function.__code__.co_filename, function.__code__.co_name)
             lines, own = lines_of(code), lines_of(function.__code__)
             assert lines <= own | set(range(min(lines), max(lines) + 1)), mutation.name
+            # A name that does not exist would end each workload, whatever the rule protects.
+            assert global_names(code) <= function.__globals__.keys() | vars(builtins).keys(), mutation.name
+
+
+def global_names(code: CodeType) -> set[str]:
+    own = {found.argval for found in dis.get_instructions(code) if found.opname == "LOAD_GLOBAL"}
+    return own.union(*(global_names(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
 def lines_of(code: CodeType) -> set[int]:
