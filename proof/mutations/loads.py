@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from proof.mutations.operators import (
     Always,
-    Append,
     DropOperand,
     MoveAfter,
     Never,
@@ -51,8 +50,8 @@ MUTATIONS = (
         "missing-source-fails-the-load", SetOperand(0, "not slots.ids"), needs={"offload"}
     ),
     # ------------------------------------------------------------------ gates
-    Fault("H5", "a step of several rows does not wait for its loads").without(
-        "step-waits-for-its-own-loads", Append("if len(members) > 1:\n    return LayerGates()"), needs={"offload"}
+    Fault("H5", "a step does not wait for its loads").without(
+        "step-waits-for-its-own-loads", Always(), needs={"offload"}
     ),
     Fault("H5", "later layers are read as soon as the first ones are loaded").without(
         "each-layer-waits-for-its-own-copy",
