@@ -58,7 +58,7 @@ MUTATIONS = (
         needs=_BORDER,
     ),
     Fault("H32", "a message about one stream is applied to another").without(
-        "outputs-belong-to-their-stream", Rewrite("len(columns.tokens)", "len(self._details)"), needs=_BORDER
+        "outputs-belong-to-their-stream", Rewrite("len(self._columns.tokens)", "len(self._details)"), needs=_BORDER
     ),
     Fault(
         "H32", "the first output of a stream lacks the prompt's counts, because another stream's counts were sent"

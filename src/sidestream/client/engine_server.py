@@ -88,7 +88,7 @@ class Connection:
         the request.
         """
         columns, stream = self._columns, first + delta.index
-        self._details[len(columns.tokens)] = delta  # rule: outputs-belong-to-their-stream
+        self._details[len(self._columns.tokens)] = delta  # rule: outputs-belong-to-their-stream
         columns.tokens.append(-1)
         columns.streams.append(stream)
         if delta.finish_reason is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -62,11 +63,11 @@ def test_an_error_of_a_step_during_a_front_ends_call_is_found(
     inside = []
     enqueue, step = Border._enqueue, Engine.step
 
-    def enqueued(border: Border, request: CheckedRequest, sink: Callable[[Delta], None], *, name: str) -> Handle:
+    def enqueued(border: Border, request: CheckedRequest, sink: Callable[[Delta], None], **named: Any) -> Handle:
         inside.append(border)
         drawn, border._rng, border._runs_ahead = border._rng, AlwaysAhead(0), True
         try:
-            return enqueue(border, request, sink, name=name)
+            return enqueue(border, request, sink, **named)
         finally:
             inside.pop()
             border._rng = drawn
